@@ -16,7 +16,7 @@ struct MatmulOperand {
 struct MatmulProduct {
   MatmulOperand a, b;
   float alpha;             // product of the global scales
-  const void* bias;        // [n] of the output's type, or null
+  const void* bias;        // [n] of type MatmulShape::bias, or null
   const void* accumulate;  // [m, n] of the output's type, or null; may be y itself
   void* y;                 // [m, n]
 };
@@ -24,6 +24,7 @@ struct MatmulProduct {
 struct MatmulShape {
   int64_t m, n, k;
   FloatType out;
+  FloatType bias = FloatType::kF32;
 };
 
 // Rounds as docs/numerics.md says: the same bits for every thread count and instruction set.
