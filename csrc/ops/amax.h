@@ -1,0 +1,22 @@
+// csrc/ops/amax.h: the largest magnitude of a tensor, of its Hadamard transform along K (rows) or along R (columns), in one pass.
+#pragma once
+
+#include "cpu/parallel.h"
+#include "ops/types.h"
+
+namespace nvfp4 {
+
+struct AmaxArgs {
+  const void* x;  // [examples, batch, rows, k]
+  FloatType type;
+  int64_t examples, batch, rows, k;
+  uint32_t signs;  // of the Hadamard transform
+  // [examples] each, null where not wanted. NaN and Inf in x give NaN or Inf.
+  float* plain;
+  float* along_rows;
+  float* along_columns;
+};
+
+void AmaxOnCpu(const AmaxArgs& args, const Parallel& parallel);
+
+}  // namespace nvfp4

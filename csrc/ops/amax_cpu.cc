@@ -1,0 +1,73 @@
+// csrc/ops/amax_cpu.cc: amax on the CPU. A maximum does not depend on the order, so neither do the bits on the threads.
+#include "ops/amax.h"
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "core/scale_layout.h"
+#include "cpu/quantize.h"
+
+namespace nvfp4 {
+namespace {
+
+constexpr int64_t kTaskRows = 64;
+constexpr int64_t kTaskElements = 1 << 16;
+
+struct Largest {
+  std::atomic<uint32_t> plain{0}, along_rows{0}, along_columns{0};
+};
+
+void Raise(std::atomic<uint32_t>& to, uint32_t value) {
+  uint32_t seen = to.load(std::memory_order_relaxed);
+  while (seen < value && !to.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
+  }
+}
+
+void Store(float* out, int64_t example, const std::atomic<uint32_t>& value) {
+  if (out != nullptr) out[example] = FloatOf(value.load(std::memory_order_relaxed));
+}
+
+}  // namespace
+
+void AmaxOnCpu(const AmaxArgs& args, const Parallel& parallel) {
+  const FloatEnvironment environment;
+  const QuantizeKernels& kernels = CurrentQuantizeKernels();
+  auto* source = static_cast<const uint8_t*>(args.x);
+  const int64_t size = SizeOf(args.type), matrix_size = args.rows * args.k;
+  std::vector<Largest> largest(args.examples);
+  if (args.plain != nullptr) {
+    const int64_t example_size = args.batch * matrix_size, tasks = CeilDiv(example_size, kTaskElements);
+    parallel.Run(args.examples * tasks, [&](int64_t i) {
+      const int64_t example = i / tasks, first = i % tasks * kTaskElements;
+      const int64_t n = std::min(kTaskElements, example_size - first);
+      Raise(largest[example].plain, kernels.amax(args.type, source + (example * example_size + first) * size, n));
+    });
+  }
+  if (args.along_rows != nullptr || args.along_columns != nullptr) {
+    const int64_t tasks = CeilDiv(args.rows, kTaskRows);
+    parallel.Run(args.examples * args.batch * tasks, [&](int64_t i) {
+      const int64_t matrix = i / tasks, end = std::min(args.rows, (i % tasks + 1) * kTaskRows);
+      const uint8_t* x = source + matrix * matrix_size * size;
+      uint32_t along_rows = 0, along_columns = 0;
+      for (int64_t row = i % tasks * kTaskRows; row < end; row += kBlock) {
+        for (int64_t column = 0; column < args.k; column += StripBuffer::kColumns) {
+          const int64_t n = std::min(StripBuffer::kColumns, args.k - column);
+          StripBuffer buffer;
+          const Strip strip = buffer.Load(kernels, args.type, x, args.rows, args.k, row, column, n);
+          if (args.along_rows != nullptr) along_rows = std::max(along_rows, kernels.amax_rows(strip, args.signs));
+          if (args.along_columns != nullptr) along_columns = std::max(along_columns, kernels.amax_columns(strip, args.signs));
+        }
+      }
+      Raise(largest[matrix / args.batch].along_rows, along_rows);
+      Raise(largest[matrix / args.batch].along_columns, along_columns);
+    });
+  }
+  for (int64_t example = 0; example < args.examples; ++example) {
+    Store(args.plain, example, largest[example].plain);
+    Store(args.along_rows, example, largest[example].along_rows);
+    Store(args.along_columns, example, largest[example].along_columns);
+  }
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,20 @@
+// csrc/ops/dequantize.h: NVFP4 matrices back to floats.
+#pragma once
+
+#include "cpu/parallel.h"
+#include "ops/types.h"
+
+namespace nvfp4 {
+
+struct DequantizeArgs {
+  const uint8_t* codes;  // [examples, batch] matrices [rows, k] in the layout of core/scale_layout.h
+  const uint8_t* scales;
+  const float* global_scale;  // [examples]
+  int64_t examples, batch, rows, k;
+  FloatType type;
+  void* x;  // [examples, batch, rows, k]
+};
+
+void DequantizeOnCpu(const DequantizeArgs& args, const Parallel& parallel);
+
+}  // namespace nvfp4
