@@ -1,6 +1,7 @@
 // csrc/ffi.h: what the FFI handlers share: shapes and messages, buffers as raw memory, XLA's thread pool as Parallel.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <memory>
@@ -25,7 +26,7 @@ inline std::string ToString(ffi::AnyBuffer::Dimensions shape) {
 
 // The checks of a handler. Shapes and types were checked while tracing, with a message for the user; a handler checks again
 // only what keeps its memory accesses inside of the buffers.
-inline ffi::Error Invalid(const std::string& what) { return ffi::Error::InvalidArgument(what); }
+inline ffi::Unexpected<ffi::Error> Invalid(const std::string& what) { return ffi::Unexpected(ffi::Error::InvalidArgument(what)); }
 
 inline int64_t Product(ffi::AnyBuffer::Dimensions shape, size_t first, size_t last) {
   int64_t product = 1;
@@ -50,10 +51,37 @@ inline std::optional<FloatType> FloatTypeOf(ffi::DataType type) {
   }
 }
 
-template <typename T>
-T* DataOf(const ffi::AnyBuffer& buffer) {
-  return static_cast<T*>(buffer.untyped_data());
-}
+// Takes the buffers that a handler's attributes say there are from XLA's lists, checking type and number of elements.
+class BufferReader {
+ public:
+  BufferReader(ffi::RemainingArgs args, ffi::RemainingRets rets) : args_(args), rets_(rets) {}
+
+  template <typename T>
+  const T* Operand(ffi::DataType type, int64_t size) {
+    return static_cast<const T*>(Take(args_.get<ffi::AnyBuffer>(arg_++), type, size));
+  }
+
+  template <typename T>
+  T* Result(ffi::DataType type, int64_t size) {
+    auto result = rets_.get<ffi::AnyBuffer>(ret_++);
+    if (result.has_error()) return static_cast<T*>(Take(result.error(), type, size));
+    return static_cast<T*>(Take(**result, type, size));
+  }
+
+  // Every buffer was as expected, and there are no more.
+  bool Done() const { return ok_ && arg_ == args_.size() && ret_ == rets_.size(); }
+
+ private:
+  void* Take(const ffi::ErrorOr<ffi::AnyBuffer>& buffer, ffi::DataType type, int64_t size) {
+    if (buffer.has_error() || buffer->element_type() != type || ElementsOf(*buffer) != size) ok_ = false;
+    return ok_ ? buffer->untyped_data() : nullptr;
+  }
+
+  ffi::RemainingArgs args_;
+  ffi::RemainingRets rets_;
+  size_t arg_ = 0, ret_ = 0;
+  bool ok_ = true;
+};
 
 // Tasks on XLA's own threads. The caller works too, and waits only for tasks that a thread has begun: a thread that comes late,
 // or never, finds nothing left. So it can not deadlock when the caller is itself one of the pool's threads.

@@ -6,7 +6,7 @@
 
 namespace nvfp4 {
 
-// One of the two results. Absent where codes is null.
+// One of the two results. Absent where amax is null (codes may be null for lack of elements).
 struct QuantizeOutput {
   bool tile16 = false;      // one scale for 16 rows x 16 elements, else for 1 x 16
   bool stochastic = false;  // SR, else RNE

@@ -54,8 +54,8 @@ class Task {
         column0_(column0),
         columns_(std::min(kTaskColumns, args.k - column0)) {
     const int64_t example = matrix / args.batch;
-    if (args.along_rows.codes != nullptr) row_spec_ = SpecOf(args, args.along_rows, example);
-    if (args.along_columns.codes != nullptr) column_spec_ = SpecOf(args, args.along_columns, example);
+    if (args.along_rows.amax != nullptr) row_spec_ = SpecOf(args, args.along_rows, example);
+    if (args.along_columns.amax != nullptr) column_spec_ = SpecOf(args, args.along_columns, example);
   }
 
   void Run() const {
@@ -65,10 +65,10 @@ class Task {
         const int64_t row = row0_ + strip * kStripRows;
         StripBuffer buffer;
         const Strip s = buffer.Load(kernels_, args_.type, x_, args_.rows, args_.k, row, column0_ + column, n);
-        if (args_.along_rows.codes != nullptr) AlongRows(s, row, column0_ + column);
-        if (args_.along_columns.codes != nullptr) AlongColumns(s, row, column0_ + column, strip);
+        if (args_.along_rows.amax != nullptr) AlongRows(s, row, column0_ + column);
+        if (args_.along_columns.amax != nullptr) AlongColumns(s, row, column0_ + column, strip);
       }
-      if (args_.along_columns.codes != nullptr) StoreColumns(column0_ + column, n);
+      if (args_.along_columns.amax != nullptr) StoreColumns(column0_ + column, n);
     }
   }
 
@@ -137,7 +137,7 @@ void QuantizeOnCpu(const QuantizeArgs& args, const Parallel& parallel) {
   const FloatEnvironment environment;
   const QuantizeOutput* const outputs[] = {&args.along_rows, &args.along_columns};
   for (const QuantizeOutput* out : outputs) {
-    if (out->codes == nullptr) continue;
+    if (out->amax == nullptr) continue;
     const bool rows = out == &args.along_rows;
     for (int64_t example = 0; example < args.examples; ++example) {
       const float decode = TensorScaleOf(out->amax[example]).decode;
