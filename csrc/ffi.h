@@ -54,30 +54,31 @@ inline std::optional<FloatType> FloatTypeOf(ffi::DataType type) {
 // Takes the buffers that a handler's attributes say there are from XLA's lists, checking type and number of elements.
 class BufferReader {
  public:
+  explicit BufferReader(ffi::RemainingRets rets) : rets_(rets) {}
   BufferReader(ffi::RemainingArgs args, ffi::RemainingRets rets) : args_(args), rets_(rets) {}
 
   template <typename T>
   const T* Operand(ffi::DataType type, int64_t size) {
-    return static_cast<const T*>(Take(args_.get<ffi::AnyBuffer>(arg_++), type, size));
+    const auto operand = args_->get<ffi::AnyBuffer>(arg_++);
+    return static_cast<const T*>(Take(operand.has_value() ? &*operand : nullptr, type, size));
   }
 
   template <typename T>
   T* Result(ffi::DataType type, int64_t size) {
     auto result = rets_.get<ffi::AnyBuffer>(ret_++);
-    if (result.has_error()) return static_cast<T*>(Take(result.error(), type, size));
-    return static_cast<T*>(Take(**result, type, size));
+    return static_cast<T*>(Take(result.has_value() ? &**result : nullptr, type, size));
   }
 
   // Every buffer was as expected, and there are no more.
-  bool Done() const { return ok_ && arg_ == args_.size() && ret_ == rets_.size(); }
+  bool Done() const { return ok_ && arg_ == (args_ ? args_->size() : 0) && ret_ == rets_.size(); }
 
  private:
-  void* Take(const ffi::ErrorOr<ffi::AnyBuffer>& buffer, ffi::DataType type, int64_t size) {
-    if (buffer.has_error() || buffer->element_type() != type || ElementsOf(*buffer) != size) ok_ = false;
+  void* Take(const ffi::AnyBuffer* buffer, ffi::DataType type, int64_t size) {
+    if (buffer == nullptr || buffer->element_type() != type || ElementsOf(*buffer) != size) ok_ = false;
     return ok_ ? buffer->untyped_data() : nullptr;
   }
 
-  ffi::RemainingArgs args_;
+  std::optional<ffi::RemainingArgs> args_;
   ffi::RemainingRets rets_;
   size_t arg_ = 0, ret_ = 0;
   bool ok_ = true;

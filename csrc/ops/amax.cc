@@ -1,0 +1,56 @@
+// csrc/ops/amax.cc: XLA's view of amax.
+#include "ops/amax.h"
+
+#include "ffi.h"
+
+namespace nvfp4 {
+namespace {
+
+// Bits of the attribute `outputs`, as python/jax_nvfp4_ops/amax.py packs them.
+enum Outputs : int64_t { kPlain = 1, kAlongRows = 2, kAlongColumns = 4 };
+
+ffi::ErrorOr<AmaxArgs> Check(ffi::AnyBuffer x, ffi::RemainingRets results, int64_t example_ndim, int64_t outputs, int64_t signs) {
+  const auto shape = x.dimensions();
+  const auto type = FloatTypeOf(x.element_type());
+  const int64_t ndim = static_cast<int64_t>(shape.size());
+  if (!type || example_ndim < 0 || ndim < example_ndim + 2)
+    return Invalid("nvfp4_amax: x must be f32, bf16 or f16 with two axes beside its examples; got shape " + ToString(shape));
+  AmaxArgs args{};
+  args.x = x.untyped_data();
+  args.type = *type;
+  args.examples = Product(shape, 0, example_ndim);
+  args.batch = Product(shape, example_ndim, ndim - 2);
+  args.rows = shape[ndim - 2];
+  args.k = shape[ndim - 1];
+  args.signs = static_cast<uint32_t>(signs);
+  BufferReader reader(results);
+  if (outputs & kPlain) args.plain = reader.Result<float>(ffi::F32, args.examples);
+  if (outputs & kAlongRows) args.along_rows = reader.Result<float>(ffi::F32, args.examples);
+  if (outputs & kAlongColumns) args.along_columns = reader.Result<float>(ffi::F32, args.examples);
+  if (!reader.Done()) return Invalid("nvfp4_amax: results do not fit x of shape " + ToString(shape));
+  return args;
+}
+
+ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingRets results, int64_t example_ndim, int64_t outputs,
+               int64_t signs) {
+  const auto args = Check(x, results, example_ndim, outputs, signs);
+  if (args.has_error()) return args.error();
+  AmaxOnCpu(*args, XlaParallel(pool));
+  return ffi::Error::Success();
+}
+
+template <typename Binding>
+auto Signature(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()  // x [*examples, *batch, rows, k]
+      .RemainingRets()                 // f32 [*examples] each: plain, along rows, along columns: those wanted
+      .template Attr<int64_t>("example_ndim")
+      .template Attr<int64_t>("outputs")
+      .template Attr<int64_t>("signs");
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AmaxCpu, Cpu, Signature(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+
+}  // namespace nvfp4

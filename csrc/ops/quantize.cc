@@ -1,0 +1,78 @@
+// csrc/ops/quantize.cc: XLA's view of quantize.
+#include "ops/quantize.h"
+
+#include "core/scale_layout.h"
+#include "ffi.h"
+
+namespace nvfp4 {
+namespace {
+
+// Bits of the attributes `rows` and `columns`, as python/jax_nvfp4_ops/quantize.py packs them.
+enum OutputFlags : int64_t { kWanted = 1, kTile16 = 2, kStochastic = 4, kHadamard = 8, kPartner = 16 };
+
+ffi::ErrorOr<QuantizeArgs> Check(ffi::AnyBuffer x, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t example_ndim,
+                                 int64_t rows, int64_t columns, int64_t signs) {
+  const auto shape = x.dimensions();
+  const auto type = FloatTypeOf(x.element_type());
+  const int64_t ndim = static_cast<int64_t>(shape.size());
+  if (!type || example_ndim < 0 || ndim < example_ndim + 2)
+    return Invalid("nvfp4_quantize: x must be f32, bf16 or f16 with two axes beside its examples; got shape " +
+                                   ToString(shape));
+  QuantizeArgs args{};
+  args.x = x.untyped_data();
+  args.type = *type;
+  args.examples = Product(shape, 0, example_ndim);
+  args.batch = Product(shape, example_ndim, ndim - 2);
+  args.rows = shape[ndim - 2];
+  args.k = shape[ndim - 1];
+  args.signs = static_cast<uint32_t>(signs);
+  BufferReader reader(operands, results);
+  QuantizeOutput* const outputs[] = {&args.along_rows, &args.along_columns};
+  const int64_t flags[] = {rows, columns};
+  for (int i = 0; i < 2; ++i)
+    if (flags[i] & kWanted) outputs[i]->amax = reader.Operand<float>(ffi::F32, args.examples);
+  if ((rows | columns) & kStochastic) args.key = reader.Operand<uint32_t>(ffi::U32, 2 * args.examples);
+  for (int i = 0; i < 2; ++i)
+    if (flags[i] & kPartner) outputs[i]->partner = reader.Operand<float>(ffi::F32, args.examples);
+  for (int i = 0; i < 2; ++i) {
+    if (!(flags[i] & kWanted)) continue;
+    QuantizeOutput& out = *outputs[i];
+    const int64_t out_rows = i == 0 ? args.rows : args.k, out_k = i == 0 ? args.k : args.rows;
+    const int64_t matrices = args.examples * args.batch;
+    out.tile16 = flags[i] & kTile16;
+    out.stochastic = flags[i] & kStochastic;
+    out.hadamard = flags[i] & kHadamard;
+    out.codes = reader.Result<uint8_t>(ffi::U8, matrices * out_rows * CodesStride(out_k));
+    out.scales = reader.Result<uint8_t>(ffi::U8, matrices * ScalesSize(out_rows, out_k));
+    out.global_scale = reader.Result<float>(ffi::F32, args.examples);
+  }
+  if (!reader.Done())
+    return Invalid("nvfp4_quantize: operands or results do not fit x of shape " + ToString(shape));
+  return args;
+}
+
+ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs operands, ffi::RemainingRets results,
+               int64_t example_ndim, int64_t rows, int64_t columns, int64_t signs) {
+  const auto args = Check(x, operands, results, example_ndim, rows, columns, signs);
+  if (args.has_error()) return args.error();
+  QuantizeOnCpu(*args, XlaParallel(pool));
+  return ffi::Error::Success();
+}
+
+template <typename Binding>
+auto Signature(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()  // x [*examples, *batch, rows, k]
+      .RemainingArgs()                 // amax of rows, amax of columns, key, partner of rows, partner of columns: those wanted
+      .RemainingRets()                 // codes, scales, global scale of rows, then of columns: those wanted
+      .template Attr<int64_t>("example_ndim")
+      .template Attr<int64_t>("rows")
+      .template Attr<int64_t>("columns")
+      .template Attr<int64_t>("signs");
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeCpu, Cpu, Signature(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+
+}  // namespace nvfp4
