@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import pathlib
 import shutil
@@ -11,20 +12,24 @@ import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
+CPP = pathlib.Path(__file__).parent / "cpp"
 # No contraction: a compiler for aarch64 fuses multiply and add unless it is told not to.
-FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
+FLAGS = ["-std=c++17", "-O2", "-g1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
+# As CMakeLists.txt has them: the units of an instruction set carry its name.
+ISA_FLAGS = {"_avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]}
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 class Program:
-    """A built program; `run` sends it arrays and reads arrays."""
+    """A built program; a call sends it arrays and returns what it writes."""
 
     def __init__(self, command: list[str]):
         self.command = command
 
-    def __call__(self, *arguments, inputs: np.ndarray | None = None, dtype=np.uint8) -> np.ndarray:
+    def __call__(self, *arguments, inputs: np.ndarray | bytes = b"", dtype=np.uint8) -> np.ndarray:
         done = subprocess.run(
             [*self.command, *map(str, arguments)],
-            input=b"" if inputs is None else np.ascontiguousarray(inputs).tobytes(),
+            input=inputs if isinstance(inputs, bytes) else np.ascontiguousarray(inputs).tobytes(),
             capture_output=True,
             check=False,
         )
@@ -32,19 +37,39 @@ class Program:
         return np.frombuffer(done.stdout, dtype)
 
 
-def build(source: pathlib.Path, folder: pathlib.Path, target: str = "host") -> Program:
-    """Compiles `source` against csrc/ for "host" or "aarch64"."""
-    binary = folder / f"{source.stem}_{target}"
-    compiler, emulator = [os.environ.get("CXX", "g++")], []
-    if target == "aarch64":
-        compiler = ["aarch64-linux-gnu-g++", "-static"]
-        emulator = ["qemu-aarch64-static"]
-        for tool in (compiler[0], *emulator):
-            if shutil.which(tool) is None:
-                if os.environ.get("NVFP4_REQUIRE_AARCH64") == "1":
-                    pytest.fail(f"{tool} is not installed, and NVFP4_REQUIRE_AARCH64=1")
-                pytest.skip(f"{tool} is not installed")
-    command = [*compiler, *FLAGS, f"-I{ROOT / 'csrc'}", str(source), "-o", str(binary)]
+def _tools(target: str) -> tuple[list[str], list[str]]:
+    """Compiler and emulator of "host" or "aarch64"; skips the test where they are missing."""
+    if target == "host":
+        return [os.environ.get("CXX", "g++")], []
+    tools = ["aarch64-linux-gnu-g++", "qemu-aarch64-static"]
+    for tool in tools:
+        if shutil.which(tool) is None:
+            if os.environ.get("NVFP4_REQUIRE_AARCH64") == "1":
+                pytest.fail(f"{tool} is not installed, and NVFP4_REQUIRE_AARCH64=1")
+            pytest.skip(f"{tool} is not installed")
+    return [tools[0], "-static"], [tools[1]]
+
+
+def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def build(
+    sources: list[pathlib.Path], folder: pathlib.Path, target: str = "host", flags: list[str] = ()
+) -> Program:
+    """Compiles and links `sources`; the program is named after the first."""
+    compiler, emulator = _tools(target)
+
+    def compile_one(source: pathlib.Path) -> str:
+        isa = next((f for suffix, f in ISA_FLAGS.items() if source.stem.endswith(suffix)), [])
+        to = folder / f"{source.stem}_{target}.o"
+        include = f"-I{ROOT / 'csrc'}"
+        _run([*compiler, *FLAGS, *flags, *isa, include, "-c", str(source), "-o", str(to)])
+        return str(to)
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sources))
+    binary = folder / f"{sources[0].stem}_{target}"
+    _run([*compiler, *flags, *objects, "-o", str(binary)])
     return Program([*emulator, str(binary)])

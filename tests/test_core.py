@@ -5,7 +5,6 @@ midpoint. NVFP4_EXHAUSTIVE=1 shows them all 2^32 (five minutes).
 """
 
 import os
-import pathlib
 
 import ml_dtypes
 import native
@@ -19,8 +18,8 @@ EXHAUSTIVE = os.environ.get("NVFP4_EXHAUSTIVE") == "1"
 
 @pytest.fixture(scope="module", params=["host", "aarch64"])
 def core(request, tmp_path_factory):
-    source = pathlib.Path(__file__).parent / "cpp" / "core_test.cc"
-    return native.build(source, tmp_path_factory.mktemp("core"), request.param)
+    folder = tmp_path_factory.mktemp("core")
+    return native.build([native.CPP / "core_test.cc"], folder, request.param)
 
 
 # What each encoder must give: the conversion of ml_dtypes, with saturation where it has none.

@@ -1,0 +1,239 @@
+"""Errors say which argument, what it has to be, and what came; odd shapes are none."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from helpers import assert_quantized, assert_same_bits, wide
+
+import jax_nvfp4_ops as nvfp4
+
+KEY = jax.random.key(0)
+MATRIX = (((1,), (0,)), ((), ()))
+X = wide((8, 32))
+
+
+@pytest.fixture(scope="module")
+def q():
+    return nvfp4.quantize(X)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32", "bool", "complex64", "float8_e4m3fn"])
+def test_quantize_takes_floats(dtype):
+    with pytest.raises(TypeError, match=rf"quantize: x must be float32.*; got {dtype}\. "):
+        nvfp4.quantize(jnp.zeros((8, 32), dtype))
+    with pytest.raises(TypeError, match=rf"amax: x must be float32.*; got {dtype}\. "):
+        nvfp4.amax(jnp.zeros((8, 32), dtype))
+
+
+def test_float64_is_not_taken_silently():
+    with jax.enable_x64(True):
+        x = jnp.zeros((8, 32), jnp.float64)
+        with pytest.raises(TypeError, match=r"quantize: x must be .*; got float64\. Cast"):
+            nvfp4.quantize(x)
+        with pytest.raises(TypeError, match=r"dot_general: .*; got float64"):
+            nvfp4.dot_general(x, x.T, MATRIX, recipe=nvfp4.recipes.RNE)
+        # And under it everything else works as ever.
+        assert_quantized(nvfp4.quantize(jnp.asarray(X)), oracle.quantize(X))
+        y = nvfp4.dot_general(jnp.asarray(X), jnp.asarray(X.T), MATRIX, recipe=nvfp4.recipes.RNE)
+        assert y.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("shape", [(), (32,)])
+def test_quantize_takes_two_axes_or_more(shape):
+    with pytest.raises(ValueError, match=r"quantize: x must have two axes.*; got shape \("):
+        nvfp4.quantize(jnp.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"axis": -3}, ValueError, r"axis must be -1, -2 .*; got -3"),
+        ({"axis": (-1, -1)}, ValueError, r"axis must be .*; got \(-1, -1\)"),
+        ({"axis": "last"}, ValueError, r"axis must be .*; got 'last'"),
+        ({"block": "1x32"}, ValueError, r"block must be one of '1x16', '16x16'; got '1x32'"),
+        ({"block": 16}, TypeError, r"block must be .*; got 16"),
+        ({"rounding": "up"}, ValueError, r"rounding must be one of 'rne', 'sr'; got 'up'"),
+        ({"rounding": None}, TypeError, r"rounding must be .*; got None"),
+        ({"hadamard": 1}, TypeError, r"hadamard must be .*; got 1"),
+        ({"axis": (-1, -2), "block": ("1x16",)}, TypeError, r"block must be .*; got \('1x16',\)"),
+        ({"rounding": "sr"}, ValueError, r"key must be given .*; got None\. Pass key="),
+        ({"key": KEY}, ValueError, r"key must be None .*rne"),
+        (
+            {"rounding": "sr", "key": 5},
+            TypeError,
+            r"key must come from jax.random.key.*; got int32",
+        ),
+        ({"rounding": "sr", "key": jnp.zeros(2)}, TypeError, r"key must .*; got float32\[2\]"),
+        (
+            {"rounding": "sr", "key": jnp.zeros(3, jnp.uint32)},
+            TypeError,
+            r"key must .*; got uint32\[3\]",
+        ),
+        (
+            {"rounding": "sr", "key": jax.random.split(KEY, 3)},
+            ValueError,
+            r"key must be one key; got .*\(3,\)",
+        ),
+        ({"amax": jnp.ones(8)}, ValueError, r"amax must be a scalar.*; got .*\(8,\)"),
+        ({"axis": (-1, -2), "amax": (1.0,)}, ValueError, r"amax must be .* 2 scalars.*; got "),
+    ],
+    ids=lambda v: str(v) if isinstance(v, dict) else "",
+)
+def test_options_of_quantize(options, error, message):
+    with pytest.raises(error, match=message):
+        nvfp4.quantize(X, **options)
+
+
+def test_axis_counted_from_the_front_is_the_same_axis():
+    assert_quantized(nvfp4.quantize(X, axis=1), oracle.quantize(X))
+    assert_quantized(nvfp4.quantize(X, axis=0), oracle.quantize(X, axis=-2))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [((), r"outputs must name .*; got none"), (("rows", "all"), r"outputs must be one of .*'all'")],
+)
+def test_outputs_of_amax(outputs, message):
+    with pytest.raises(ValueError, match=f"amax: {message}"):
+        nvfp4.amax(X, outputs)
+
+
+def test_dequantize_dtype(q):
+    with pytest.raises(TypeError, match=r"dequantize: dtype must be float32.*; got int32"):
+        q.dequantize(jnp.int32)
+
+
+def test_operands_of_matmul(q):
+    def fails(error, message, a=q, b=q, **kw):
+        with pytest.raises(error, match=f"matmul: {message}"):
+            nvfp4.matmul(a, b, **{"out_dtype": jnp.float32, **kw})
+
+    fails(
+        ValueError, r"a and b must have the same last axis, K; got .*axis=-2", b=nvfp4.quantize(X.T)
+    )
+    fails(ValueError, r"a and b must both have the Hadamard", b=nvfp4.quantize(X, hadamard=True))
+    fails(TypeError, r"out_dtype must be float32.*; got int8", out_dtype=jnp.int8)
+    fails(ValueError, r"bias must be .*\(8,\).*; got float32\[7\]", bias=jnp.zeros(7))
+    fails(ValueError, r"bias must be .*; got int32\[8\]", bias=jnp.zeros(8, jnp.int32))
+    fails(ValueError, r"accumulate must be .*; got float32\[8, 7\]", accumulate=jnp.zeros((8, 7)))
+    fails(
+        ValueError,
+        r"accumulate must be float32.*; got bfloat16",
+        accumulate=jnp.zeros((8, 8), jnp.bfloat16),
+    )
+    fails(
+        ValueError,
+        r"the leading axes of a and b must broadcast; got",
+        a=nvfp4.quantize(wide((2, 8, 32))),
+        b=nvfp4.quantize(wide((3, 8, 32))),
+    )
+
+
+def test_operands_of_dot_general():
+    def fails(error, message, x=X, w=X.T, dims=MATRIX, recipe=nvfp4.recipes.RNE, key=None, **kw):
+        with pytest.raises(error, match=f"dot_general: {message}"):
+            nvfp4.dot_general(x, w, dims, recipe=recipe, key=key, **kw)
+
+    fails(TypeError, r"x must .*; got int32", x=jnp.zeros((8, 32), jnp.int32))
+    fails(TypeError, r"w must .*; got complex64", w=jnp.zeros((32, 8), jnp.complex64))
+    fails((ValueError, TypeError), r".*32.*33", w=jnp.zeros((33, 8)))
+    fails((ValueError, TypeError), r".*dimension_numbers.*", dims=(((2,), (0,)), ((), ())))
+    fails((ValueError, TypeError), r".*dimension_numbers.*", dims=(((1, 1), (0, 1)), ((), ())))
+    fails((ValueError, TypeError), r".*dimension_numbers.*", dims=(((1,), (0,)), ((0,), ())))
+    fails((ValueError, TypeError), r".*dimension_numbers.*", dims="ij,jk->ik")
+    fails(TypeError, r"recipe must be .*; got 'nvidia'", recipe="nvidia")
+    fails(
+        TypeError, r"key must come from jax.random.key.*; got", recipe=nvfp4.recipes.NVIDIA, key=3
+    )
+    fails(
+        TypeError,
+        r"preferred_element_type must be .*; got int32",
+        preferred_element_type=jnp.int32,
+    )
+
+
+def test_a_recipe_that_draws_needs_a_key_to_be_differentiated():
+    def f(x):
+        return jnp.sum(nvfp4.dot_general(x, X.T, MATRIX, recipe=nvfp4.recipes.NVIDIA))
+
+    with pytest.raises(ValueError, match=r"dot_general: key must be .*got None"):
+        jax.grad(f)(X)
+
+
+def test_recipes_that_make_no_sense():
+    sr, rht = nvfp4.Format(rounding="sr"), nvfp4.Format(hadamard=True)
+    with pytest.raises(ValueError, match=r"Recipe: x_wgrad and g_wgrad must both have hadamard"):
+        nvfp4.Recipe(x_wgrad=rht)
+    with pytest.raises(TypeError, match=r"Recipe: x_fprop must be a Format; got '1x16'"):
+        nvfp4.Recipe(x_fprop="1x16")
+    with pytest.raises(ValueError, match=r"Recipe: backward must be one of .*; got 'fp8'"):
+        nvfp4.Recipe(backward="fp8")
+    with pytest.raises(ValueError, match=r"Format: block must be one of .*; got '8x8'"):
+        nvfp4.Format(block="8x8")
+    assert nvfp4.Recipe(g_dgrad=sr).needs_key
+
+
+@pytest.mark.parametrize(
+    "spec", ["ij,jk->i", "ij,jk->ikk", "ij->ij", "ij,jk,kl->il", "ii,ij->j", 3]
+)
+def test_einsum_specs_that_are_no_product(spec):
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=r"einsum: spec must "):
+        nvfp4.einsum(spec, X[:, :8], X[:8, :8], recipe=nvfp4.recipes.RNE)
+
+
+def test_quantize_has_no_silent_derivative():
+    """An error that says what to use, instead of gradients that are zero."""
+    with pytest.raises(NotImplementedError, match=r"quantize: x must not be differentiated.*; use"):
+        jax.grad(lambda x: jnp.sum(nvfp4.quantize(x).dequantize()))(X)
+    with pytest.raises(NotImplementedError, match=r"amax: x must not be differentiated"):
+        jax.grad(lambda x: nvfp4.amax(x)[0])(X)
+    # Nor is there an error where nothing is differentiated.
+    jax.grad(lambda x, w: jnp.sum(nvfp4.quantize(w).dequantize() * x))(X, X)
+
+
+def test_errors_come_while_tracing():
+    with pytest.raises(TypeError, match="quantize: x must be float32"):
+        jax.jit(nvfp4.quantize).lower(jnp.zeros((8, 32), jnp.int32))
+    with pytest.raises(TypeError, match="quantize: x must be float32"):
+        jax.eval_shape(nvfp4.quantize, jax.ShapeDtypeStruct((8, 32), jnp.int8))
+
+
+def test_leaves_of_an_array_that_do_not_fit_are_an_error_not_a_crash(q):
+    """Put together by hand: memory is never read out of bounds."""
+    short = nvfp4.NVFP4Array(
+        q.packed,
+        q.scales,
+        q.global_scale,
+        k=4096,
+        block="1x16",
+        hadamard=False,
+        dtype=jnp.float32,
+    )
+    with pytest.raises(Exception, match="nvfp4|NVFP4|dequantize"):
+        jax.block_until_ready(short.dequantize())
+    with pytest.raises(Exception, match="nvfp4|matmul"):
+        jax.block_until_ready(nvfp4.matmul(short, short, out_dtype=jnp.float32))
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (8, 0), (0, 0), (2, 0, 32), (0, 8, 32)], ids=str)
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_empty_tensors_are_quantized(shape, axis):
+    x = np.zeros(shape, np.float32)
+    q = nvfp4.quantize(x, axis=axis)
+    assert_quantized(q, oracle.quantize(x, axis=axis))
+    assert_same_bits(q.dequantize(), x if axis == -1 else np.swapaxes(x, -1, -2))
+
+
+@pytest.mark.parametrize("value", [1e-45, 1e-40, 1.1754942e-38])
+@pytest.mark.parametrize("jit", [False, True])
+def test_subnormals_are_numbers(value, jit):
+    x = np.full((16, 32), value, np.float32)
+    x[0, 0] = -value
+    f = jax.jit(nvfp4.quantize) if jit else nvfp4.quantize
+    q = f(x)
+    assert_quantized(q, oracle.quantize(x))
+    assert_same_bits(q.dequantize(), oracle.dequantize(oracle.quantize(x)))
+    y = nvfp4.matmul(q, f(np.full((16, 32), 1e20, np.float32)), out_dtype=jnp.float32)
+    assert np.count_nonzero(y) == y.size
