@@ -174,8 +174,10 @@ def test_statistics():
     assert s["zero"] == pytest.approx((codes == 0).mean())
     assert s["saturated"] == pytest.approx((codes == 7).mean())
     assert s["underflowed"] == pytest.approx(16 / 512)
+    # An expectation from the codes alone. A block's largest value is nearly exact, which it does
+    # not know: it is above the error, by a fourth for normal values.
     actual = np.linalg.norm(np.asarray(q.dequantize()) - x) / np.linalg.norm(x)
-    assert s["relative_error"] == pytest.approx(actual, rel=0.15)  # it is an expectation
+    assert actual < s["relative_error"] < 1.3 * actual
 
 
 def test_numpy_leaves_work():

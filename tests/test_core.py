@@ -1,7 +1,7 @@
 """csrc/core against ml_dtypes and the oracle, on this machine and, under emulation, on aarch64.
 
 By default the encoders see four million floats all over the range and the neighbourhood of every
-midpoint. NVFP4_EXHAUSTIVE=1 shows them all 2^32 (five minutes).
+midpoint. NVFP4_EXHAUSTIVE=1 shows them all 2^32 (a quarter of an hour).
 """
 
 import os

@@ -1,6 +1,7 @@
 """quantize: bit for bit what the oracle and the golden vectors have."""
 
 import functools
+import os
 
 import golden
 import hypothesis
@@ -123,9 +124,10 @@ def test_ends_of_the_range(scale, variant):
     x[0, 0] = scale
     if variant["hadamard"] and scale > 1e37:
         x /= np.float32(16)  # the transform itself would overflow
-    q = nvfp4.quantize(x, **variant, **key_for(variant))
-    assert_quantized(q, expected(x, variant))
-    assert_same_bits(q.dequantize(jnp.float32), oracle.dequantize(expected(x, variant)))
+    q, want = nvfp4.quantize(x, **variant, **key_for(variant)), expected(x, variant)
+    assert_quantized(q, want)
+    values = q.dequantize(jnp.float32, transformed=True)
+    assert_same_bits(values, oracle.dequantize(want))
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
@@ -227,6 +229,38 @@ def test_vmap_with_spmd_axis_name():
         q = f(x)
     for i in range(4):
         assert_quantized(stack(q, i), oracle.quantize(x[i]))
+
+
+@pytest.mark.skipif(
+    os.environ.get("NVFP4_EXHAUSTIVE") != "1", reason="12 GB of memory: NVFP4_EXHAUSTIVE=1"
+)
+def test_more_than_two_to_the_31_elements():
+    """The last rows of a tensor of more elements than 32 bits count, along either axis."""
+    m, k = 798_944, 2704
+    assert m * k > 2**31
+    part = wide((16, k), BF16)
+    x = jnp.tile(part, (m // 16, 1))
+    assert x.size == m * k
+    amax = oracle.amax(part)
+    rows = nvfp4.quantize(x, rounding="sr", key=KEY, amax=amax)
+    last = np.asarray(rows.packed[-16:])
+    u = oracle.random_bits(16, k // 16, key_words(KEY), 0, first_row=m - 16)
+    want = oracle.quantize(part)
+    with np.errstate(all="ignore"):
+        enc = np.float32(1) / (oracle.E4M3[want.scales] * want.global_scale)
+        y = part.astype(np.float32) * np.repeat(np.minimum(enc, oracle.FLT_MAX), 16, -1)
+    np.testing.assert_array_equal(last, oracle.pack(oracle.encode_e2m1_sr(y, u)))
+    back = rows[-16:].dequantize()
+    np.testing.assert_array_equal(
+        np.asarray(rows[-16:].linear_scales()).view(np.uint8), want.scales
+    )
+    assert back.shape == (16, k)
+    del rows, back
+    columns = nvfp4.quantize(x, axis=-2, amax=amax)
+    want = oracle.quantize(part, axis=-2)
+    np.testing.assert_array_equal(
+        columns.packed, np.tile(want.codes[:, 0::2] | want.codes[:, 1::2] << 4, (1, m // 16))
+    )
 
 
 # --- any input ----------------------------------------------------------------------------------
