@@ -12,6 +12,7 @@ namespace nvfp4 {
 namespace {
 
 constexpr int64_t kTaskRows = 64;
+constexpr int64_t kTaskColumns = 1024;
 constexpr int64_t kTaskElements = 1 << 16;
 
 struct Largest {
@@ -36,31 +37,37 @@ void AmaxOnCpu(const AmaxArgs& args, const Parallel& parallel) {
   auto* source = static_cast<const uint8_t*>(args.x);
   const int64_t size = SizeOf(args.type), matrix_size = args.rows * args.k;
   std::vector<Largest> largest(args.examples);
-  if (args.plain != nullptr) {
+  if (args.along_rows == nullptr && args.along_columns == nullptr) {
     const int64_t example_size = args.batch * matrix_size, tasks = CeilDiv(example_size, kTaskElements);
     parallel.Run(args.examples * tasks, [&](int64_t i) {
       const int64_t example = i / tasks, first = i % tasks * kTaskElements;
       const int64_t n = std::min(kTaskElements, example_size - first);
       Raise(largest[example].plain, kernels.amax(args.type, source + (example * example_size + first) * size, n));
     });
-  }
-  if (args.along_rows != nullptr || args.along_columns != nullptr) {
-    const int64_t tasks = CeilDiv(args.rows, kTaskRows);
+  } else {
+    // All that are wanted from one strip, in one pass over memory.
+    const int64_t column_tasks = CeilDiv(args.k, kTaskColumns), tasks = CeilDiv(args.rows, kTaskRows) * column_tasks;
     parallel.Run(args.examples * args.batch * tasks, [&](int64_t i) {
-      const int64_t matrix = i / tasks, end = std::min(args.rows, (i % tasks + 1) * kTaskRows);
+      const int64_t matrix = i / tasks, row0 = i % tasks / column_tasks * kTaskRows, column0 = i % column_tasks * kTaskColumns;
+      const int64_t row_end = std::min(args.rows, row0 + kTaskRows), column_end = std::min(args.k, column0 + kTaskColumns);
       const uint8_t* x = source + matrix * matrix_size * size;
-      uint32_t along_rows = 0, along_columns = 0;
-      for (int64_t row = i % tasks * kTaskRows; row < end; row += kBlock) {
-        for (int64_t column = 0; column < args.k; column += StripBuffer::kColumns) {
-          const int64_t n = std::min(StripBuffer::kColumns, args.k - column);
+      uint32_t plain = 0, along_rows = 0, along_columns = 0;
+      for (int64_t row = row0; row < row_end; row += kStripRows) {
+        for (int64_t column = column0; column < column_end; column += kStripColumns) {
           StripBuffer buffer;
-          const Strip strip = buffer.Load(kernels, args.type, x, args.rows, args.k, row, column, n);
+          const Strip strip = buffer.Load(kernels, args.type, x, args.rows, args.k, row, column, std::min(kStripColumns, column_end - column));
+          if (args.plain != nullptr) {
+            for (int64_t r = 0; r < strip.rows; ++r)
+              plain = std::max(plain, kernels.amax(strip.type, strip.x + r * strip.stride, strip.blocks * kBlock));
+          }
           if (args.along_rows != nullptr) along_rows = std::max(along_rows, kernels.amax_rows(strip, args.signs));
           if (args.along_columns != nullptr) along_columns = std::max(along_columns, kernels.amax_columns(strip, args.signs));
         }
       }
-      Raise(largest[matrix / args.batch].along_rows, along_rows);
-      Raise(largest[matrix / args.batch].along_columns, along_columns);
+      Largest& to = largest[matrix / args.batch];
+      Raise(to.plain, plain);
+      Raise(to.along_rows, along_rows);
+      Raise(to.along_columns, along_columns);
     });
   }
   for (int64_t example = 0; example < args.examples; ++example) {
