@@ -1,0 +1,87 @@
+"""Registers the FFI targets of the native module, and makes a JAX primitive of each op."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jax_nvfp4_ops import _native
+from jax_nvfp4_ops._compat import Primitive, ShapedArray, ad, apply_primitive, batching, mlir
+
+# The platforms that an op is lowered for, as JAX spells them in a lowering and in a registration.
+_LOWERING_PLATFORMS = {"cpu": "cpu", "CUDA": "cuda"}
+
+
+def _register_targets() -> None:
+    for platform, targets in _native.registrations().items():
+        for name, handler in targets.items():
+            jax.ffi.register_ffi_target(name, handler, platform=platform)
+
+
+_register_targets()
+
+
+def define(
+    name: str,
+    *,
+    call: Callable[..., Sequence[jax.Array]],
+    abstract_eval: Callable[..., Sequence[ShapedArray]],
+    batch: Callable[..., tuple[Sequence[jax.Array], Sequence[int]]],
+    jvp: Callable[..., tuple[Sequence[jax.Array], Sequence[Any]]],
+) -> Primitive:
+    """Makes the primitive of one op.
+
+    Args:
+      name: Its name in a jaxpr.
+      call: `call(*operands, platform=, **params)` calls the FFI target; platform is "cpu" or "cuda".
+      abstract_eval: `abstract_eval(*avals, **params)`, with all checks of its operands.
+      batch: `batch(operands, axes, **params)`, where an axis is None for an operand that is not mapped.
+      jvp: `jvp(primals, tangents, **params)`.
+
+    Returns:
+      The primitive; `bind` returns a list.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(functools.partial(apply_primitive, primitive))
+    primitive.def_abstract_eval(abstract_eval)
+    for platform in _LOWERING_PLATFORMS.values():
+        lowering = mlir.lower_fun(
+            functools.partial(call, platform=platform), multiple_results=True
+        )
+        mlir.register_lowering(primitive, lowering, platform=platform)
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+    return primitive
+
+
+def refuse_derivative(op: str, fix: str) -> Callable[..., Any]:
+    """A jvp rule for an op that has no derivative: an error instead of silent zeros."""
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        del primals, tangents, params
+        raise NotImplementedError(f"{op}: x must not be differentiated, as rounding has no derivative; {fix}.")
+
+    return jvp
+
+
+def batch_to_front(operands: Sequence[Any], axes: Sequence[int | None]) -> tuple[list[Any], int]:
+    """Moves the mapped axis of each mapped operand to the front; returns them and its size."""
+    size = next(x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None)
+    return [
+        x if a is None else jax.numpy.moveaxis(x, a, 0)
+        for x, a in zip(operands, axes, strict=True)
+    ], size
+
+
+def is_nonzero(tangent: Any) -> bool:
+    """Whether a tangent in a jvp rule is not a symbolic zero."""
+    return not isinstance(tangent, ad.Zero)
+
+
+def zero_tangent(x: jax.Array) -> Any:
+    """The symbolic zero of a float result in a jvp rule."""
+    return ad.Zero(jax.typeof(x))

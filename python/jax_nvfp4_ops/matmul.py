@@ -1,0 +1,177 @@
+"""The product of quantized matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_nvfp4_ops import _primitive
+from jax_nvfp4_ops._compat import ShapedArray
+from jax_nvfp4_ops.array import NVFP4Array
+
+_TARGET = "nvfp4_matmul_v1"
+_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+# Bytes that a platform's GEMM works in. XLA shares them between calls.
+_WORKSPACE = {"cpu": 0, "cuda": 32 << 20}
+
+
+def check_out_dtype(op: str, dtype: Any) -> Any:
+    """The dtype of a result; raises unless it is one that a GEMM can write."""
+    if not any(jnp.dtype(dtype) == t for t in _FLOATS):
+        raise TypeError(f"{op}: out_dtype must be float32, bfloat16 or float16; got {jnp.dtype(dtype)}.")
+    return jnp.dtype(dtype)
+
+
+def matmul_quantized(
+    a: NVFP4Array,
+    b: NVFP4Array,
+    *,
+    out_dtype: Any,
+    alphas: Sequence[jax.Array] | None = None,
+    bias: jax.Array | None = None,
+    accumulate: jax.Array | None = None,
+) -> jax.Array:
+    """`alpha a b^T (+ bias) (+ accumulate)`.
+
+    Args:
+      a: NVFP4[..., M, K].
+      b: NVFP4[..., N, K].
+      out_dtype: float32, bfloat16 or float16.
+      alphas: f32, one or two factors of the product; by default the global scales of a and b.
+      bias: float[N].
+      accumulate: out_dtype[..., M, N]; if donated, the result takes its memory.
+
+    Returns:
+      out_dtype[..., M, N]; the leading axes of a and b are broadcast.
+    """
+    for name, operand in (("a", a), ("b", b)):
+        if not isinstance(operand, NVFP4Array):
+            raise TypeError(f"matmul: {name} must be an NVFP4Array; got {type(operand).__name__}. Use nvfp4.quantize.")
+    if a.k != b.k:
+        raise ValueError(
+            f"matmul: a and b must have the same last axis, K; got {a.shape} and {b.shape}. Quantized operands are "
+            "[..., M, K] and [..., N, K]: quantize a matrix [K, N] with axis=-2."
+        )
+    if a.hadamard != b.hadamard:
+        raise ValueError(
+            f"matmul: a and b must both have the Hadamard transform or neither, as it cancels in the product; "
+            f"got a.hadamard={a.hadamard}, b.hadamard={b.hadamard}."
+        )
+    dtype = check_out_dtype("matmul", out_dtype)
+    m, n = a.shape[-2], b.shape[-2]
+    try:
+        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except ValueError:
+        raise ValueError(
+            f"matmul: the leading axes of a and b must broadcast; got {a.shape} and {b.shape}."
+        ) from None
+    operands = []
+    for x in (a, b):
+        operands += [_with_axes(x.packed, len(batch) + 2), _with_axes(x.scales, len(batch) + 3)]
+    if alphas is None:
+        # A global scale has axes for the first of its array's leading axes.
+        alphas = [_with_axes(x.global_scale, x.global_scale.ndim + len(batch) + 2 - x.ndim) for x in (a, b)]
+    operands += alphas
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        if bias.shape != (n,) or not any(bias.dtype == t for t in _FLOATS):
+            raise ValueError(
+                f"matmul: bias must be float32, bfloat16 or float16 of shape ({n},), one for each row of b; "
+                f"got {bias.dtype}{list(bias.shape)}."
+            )
+        operands.append(bias)
+    if accumulate is not None:
+        accumulate = jnp.asarray(accumulate)
+        if accumulate.shape != (*batch, m, n) or accumulate.dtype != dtype:
+            raise ValueError(
+                f"matmul: accumulate must be {dtype}{[*batch, m, n]}, like the result; "
+                f"got {accumulate.dtype}{list(accumulate.shape)}."
+            )
+        operands.append(accumulate)
+    (y,) = matmul_p.bind(
+        *operands,
+        k=a.k,
+        alphas=len(alphas),
+        bias=bias is not None,
+        accumulate=accumulate is not None,
+        out_dtype=dtype,
+    )
+    return y
+
+
+def _with_axes(x: jax.Array, ndim: int) -> jax.Array:
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
+
+
+# The operands behind codes and scales, in order: alphas, bias, accumulate. Leading axes of each are the product's, or 1 where
+# the operand is repeated; it may lack the last ones (alpha) or all (bias).
+
+
+def _batch_shape(operands: Sequence[Any], *, alphas: int, bias: bool, accumulate: bool) -> tuple[int, ...]:
+    trailing = [2, 3, 2, 3] + [0] * alphas + [1] * bias + [2] * accumulate
+    leading = [x.shape[: x.ndim - t] for x, t in zip(operands, trailing, strict=True)]
+    rank = len(leading[0])
+    return np.broadcast_shapes(*(s + (1,) * (rank - len(s)) for s in leading))
+
+
+def _abstract_eval(
+    *operands: Any, k: int, alphas: int, bias: bool, accumulate: bool, out_dtype: Any
+) -> list[ShapedArray]:
+    del k
+    batch = _batch_shape(operands, alphas=alphas, bias=bias, accumulate=accumulate)
+    return [ShapedArray((*batch, operands[0].shape[-2], operands[2].shape[-2]), out_dtype)]
+
+
+def _call(
+    *operands: jax.Array, platform: str, k: int, alphas: int, bias: bool, accumulate: bool, out_dtype: Any
+) -> Sequence[jax.Array]:
+    (y,) = _abstract_eval(*operands, k=k, alphas=alphas, bias=bias, accumulate=accumulate, out_dtype=out_dtype)
+    results = [
+        jax.ShapeDtypeStruct(y.shape, out_dtype),
+        jax.ShapeDtypeStruct((_WORKSPACE[platform],), jnp.uint8),
+    ]
+    call = jax.ffi.ffi_call(
+        _TARGET, results, input_output_aliases={len(operands) - 1: 0} if accumulate else None
+    )
+    return call(*operands, k=np.int64(k), alphas=np.int64(alphas), bias=bias, accumulate=accumulate)[:1]
+
+
+def _batch(
+    operands: Sequence[Any], axes: Sequence[int | None], **params: Any
+) -> tuple[Sequence[jax.Array], Sequence[int]]:
+    # An operand that is not mapped is repeated by the kernel, not in memory; only accumulate, which is overwritten, has to be whole.
+    operands, size = _primitive.batch_to_front(operands, axes)
+    operands = [x[None] if a is None else x for x, a in zip(operands, axes, strict=True)]
+    if params["accumulate"]:
+        operands[-1] = jnp.broadcast_to(operands[-1], (size, *operands[-1].shape[1:]))
+    return matmul_p.bind(*operands, **params), (0,)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+    # y = alpha u + bias + accumulate: linear in each of them; codes and block scales have no derivative.
+    (y,) = matmul_p.bind(*primals, **params)
+    alphas, dtype = params["alphas"], params["out_dtype"]
+    dy = None
+    for i in range(4, len(primals)):
+        if not _primitive.is_nonzero(tangents[i]):
+            continue
+        dx = tangents[i]
+        if i < 4 + alphas:
+            others = [jnp.ones_like(p) if j == i else p for j, p in enumerate(primals)][: 4 + alphas]
+            (unit,) = matmul_p.bind(*others, k=params["k"], alphas=alphas, bias=False, accumulate=False, out_dtype=dtype)
+            term = unit * dx.reshape(dx.shape + (1,) * (y.ndim - dx.ndim))
+        elif params["bias"] and i == 4 + alphas:
+            # The axes that bias lacks are leading ones; rows are repeated.
+            term = dx.reshape(dx.shape[:-1] + (1,) * (y.ndim - dx.ndim) + dx.shape[-1:])
+        else:
+            term = dx
+        term = jnp.broadcast_to(term, y.shape).astype(dtype)
+        dy = term if dy is None else dy + term
+    return [y], [_primitive.zero_tangent(y) if dy is None else dy]
+
+
+matmul_p = _primitive.define("nvfp4_matmul", call=_call, abstract_eval=_abstract_eval, batch=_batch, jvp=_jvp)

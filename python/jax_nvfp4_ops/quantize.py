@@ -1,0 +1,258 @@
+"""Floats to NVFP4."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_nvfp4_ops import _primitive, layout
+from jax_nvfp4_ops._compat import ShapedArray
+from jax_nvfp4_ops.amax import amax_p, check_matrix
+from jax_nvfp4_ops.array import NVFP4Array
+from jax_nvfp4_ops.format import HADAMARD_SIGNS, Format
+
+_TARGET = "nvfp4_quantize_v1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One result of the primitive.
+
+    Args:
+      format: How it is quantized.
+      partner: Whether there is an operand that its global scale is multiplied with, so that the alpha of a GEMM results.
+    """
+
+    format: Format
+    partner: bool = False
+
+    def flags(self) -> int:
+        """The bits of the handler's attribute."""
+        f = self.format
+        return (
+            1 | (f.block == "16x16") << 1 | (f.rounding == "sr") << 2 | f.hadamard << 3 | self.partner << 4
+        )
+
+
+def key_words(op: str, key: jax.Array) -> jax.Array:
+    """The two words u32[2] of a `jax.random` key (typed, or a raw uint32 array) that Philox is keyed with."""
+    key = jnp.asarray(key)
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if key.ndim == 0:
+            key = jax.random.key_data(key)
+        else:
+            raise ValueError(
+                f"{op}: key must be one key; got an array of keys of shape {key.shape}. Take one, or use jax.vmap."
+            )
+    if key.dtype != jnp.uint32 or key.shape not in ((2,), (4,)):
+        raise TypeError(
+            f"{op}: key must come from jax.random.key(seed); got {key.dtype}{list(key.shape)}."
+        )
+    return key if key.shape == (2,) else key[:2] ^ key[2:]
+
+
+def _pair(name: str, value: Any, kind: type, count: int) -> tuple[Any, ...]:
+    if isinstance(value, kind):
+        return (value,) * count
+    if isinstance(value, tuple | list) and len(value) == count and all(isinstance(v, kind) for v in value):
+        return tuple(value)
+    if count == 1:
+        raise TypeError(f"quantize: {name} must be a {kind.__name__}; got {value!r}.")
+    raise TypeError(f"quantize: {name} must be a {kind.__name__}, or {count} for {count} axes; got {value!r}.")
+
+
+def quantize(
+    x: jax.Array,
+    *,
+    axis: int | tuple[int, int] = -1,
+    block: str | tuple[str, str] = "1x16",
+    rounding: str | tuple[str, str] = "rne",
+    hadamard: bool | tuple[bool, bool] = False,
+    key: jax.Array | None = None,
+    amax: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+) -> Any:
+    """Quantizes a tensor to NVFP4.
+
+    `x ~ E2M1 code * E4M3 block scale * global scale`, with a block of 16 elements along `axis`.
+
+    Args:
+      x: f32|bf16|f16[..., R, K], any sizes. All leading axes share one global scale.
+      axis: -1 quantizes along K. -2 quantizes the transpose [..., K, R] along R. Both in one pass over x: (-1, -2).
+      block: "1x16" or "16x16"; for two axes also a pair, as with the next two.
+      rounding: "rne" (nearest even) or "sr" (stochastic).
+      hadamard: Whether to apply the random Hadamard transform along the axis first.
+      key: A `jax.random` key; needed for "sr", refused without it.
+      amax: f32[]: the largest magnitude that the scales shall hold (after the transform, if there is one), where the
+        caller has it already; greater magnitudes saturate. By default it is computed. If the caller's amax is finite
+        but x has a NaN or Inf, that does not reach the result.
+
+    Returns:
+      An `NVFP4Array` of shape [..., R, K] (axis -1) or [..., K, R] (axis -2), or a pair of them, in the order of `axis`.
+
+    Raises:
+      TypeError: For another dtype, a key that is none, options of another type.
+      ValueError: For fewer than two axes, unknown options, a missing or a needless key.
+
+    Numerics: docs/numerics.md, bit by bit, on every platform.
+    Derivative: none (an error); use `dot_general`, or `fake_quantize` for a straight-through estimate.
+    Batching: as if each example were quantized by itself, with a global scale (and random bits) of its own.
+    Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149.
+
+    >>> import jax.numpy as jnp, jax_nvfp4_ops as nvfp4
+    >>> q = nvfp4.quantize(jnp.arange(32.0).reshape(1, 32))
+    >>> q.codes.shape, q.linear_scales().shape
+    ((1, 16), (1, 2))
+    >>> q.dequantize(jnp.float32)[0, -4:].tolist()
+    [31.0, 31.0, 31.0, 31.0]
+    """
+    x = jnp.asarray(x)
+    check_matrix("quantize", x)
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    normalized = tuple(a - x.ndim if isinstance(a, int) and a >= 0 else a for a in axes)
+    if normalized not in ((-1,), (-2,), (-1, -2), (-2, -1)):
+        raise ValueError(f"quantize: axis must be -1, -2 or both, (-1, -2); got {axis!r}.")
+    options = zip(
+        _pair("block", block, str, len(axes)),
+        _pair("rounding", rounding, str, len(axes)),
+        _pair("hadamard", hadamard, bool, len(axes)),
+        strict=True,
+    )
+    formats = dict(zip(normalized, (Format(*o) for o in options), strict=True))
+    stochastic = any(f.rounding == "sr" for f in formats.values())
+    if stochastic and key is None:
+        raise ValueError("quantize: key must be given for rounding='sr'; got None. Pass key=jax.random.key(seed).")
+    if not stochastic and key is not None:
+        raise ValueError("quantize: key must be None for rounding='rne', which draws nothing; drop it, or use 'sr'.")
+    words = None if key is None else key_words("quantize", key)
+    amaxes = None
+    if amax is not None:
+        given = amax if isinstance(amax, tuple | list) else (amax,) * len(axes)
+        given = tuple(jnp.asarray(a) for a in given)
+        if len(given) != len(axes) or any(a.shape != () for a in given):
+            raise ValueError(
+                f"quantize: amax must be a scalar, or {len(axes)} scalars for {len(axes)} axes; "
+                f"got shapes {[a.shape for a in given]}."
+            )
+        amaxes = dict(zip(normalized, (a.astype(jnp.float32) for a in given), strict=True))
+    rows, columns = quantize_along(x, formats.get(-1), formats.get(-2), key=words, amax=amaxes)
+    results = tuple(rows if a == -1 else columns for a in normalized)
+    return results if isinstance(axis, tuple) and len(axis) == 2 else results[0]
+
+
+def quantize_along(
+    x: jax.Array,
+    rows: Format | None,
+    columns: Format | None,
+    *,
+    key: jax.Array | None = None,
+    amax: dict[int, jax.Array] | None = None,
+    partners: dict[int, jax.Array] | None = None,
+) -> tuple[NVFP4Array | None, NVFP4Array | None]:
+    """Quantizes x[..., R, K] along its last axis, the one before it, or both, in one call of the primitive.
+
+    Args:
+      x: f32|bf16|f16[..., R, K].
+      rows: How along K (axis -1), or None.
+      columns: How along R (axis -2), or None.
+      key: u32[2], for stochastic rounding.
+      amax: f32[] by axis; computed where None.
+      partners: f32[] by axis: a factor of that result's global scale.
+
+    Returns:
+      NVFP4Array[..., R, K] or None, NVFP4Array[..., K, R] or None.
+    """
+    formats = {axis: f for axis, f in ((-1, rows), (-2, columns)) if f is not None}
+    partners = partners or {}
+    if amax is None:
+        source = {axis: (("rows" if axis == -1 else "columns") if f.hadamard else "plain") for axis, f in formats.items()}
+        outputs = tuple(o for o in ("plain", "rows", "columns") if o in source.values())
+        values = amax_p.bind(jax.lax.stop_gradient(x), example_ndim=0, outputs=outputs, signs=HADAMARD_SIGNS)
+        amax = {axis: values[outputs.index(o)] for axis, o in source.items()}
+    operands = [amax[axis] for axis in formats]
+    if any(f.rounding == "sr" for f in formats.values()):
+        operands.append(key)
+    operands += [partners[axis] for axis in formats if axis in partners]
+    outputs = {axis: Output(f, axis in partners) for axis, f in formats.items()}
+    results = iter(
+        quantize_p.bind(x, *operands, rows=outputs.get(-1), columns=outputs.get(-2), signs=HADAMARD_SIGNS)
+    )
+
+    def take(axis: int) -> NVFP4Array | None:
+        if axis not in formats:
+            return None
+        f = formats[axis]
+        return NVFP4Array(
+            next(results), next(results), next(results), k=x.shape[axis], block=f.block, hadamard=f.hadamard, dtype=x.dtype
+        )
+
+    return take(-1), take(-2)
+
+
+def _shapes(shape: tuple[int, ...], example_ndim: int, rows: Output | None, columns: Output | None) -> list[Any]:
+    *lead, r, k = shape
+    results = []
+    for output, out_rows, out_k in ((rows, r, k), (columns, k, r)):
+        if output is not None:
+            results += [
+                ((*lead, *layout.codes_shape(out_rows, out_k)), jnp.uint8),
+                ((*lead, *layout.scales_shape(out_rows, out_k)), jnp.uint8),
+                (shape[:example_ndim], jnp.float32),
+            ]
+    return results
+
+
+def _abstract_eval(
+    x: Any, amax: Any, *operands: Any, rows: Output | None, columns: Output | None, signs: int
+) -> list[ShapedArray]:
+    del operands, signs
+    return [ShapedArray(s, d) for s, d in _shapes(x.shape, amax.ndim, rows, columns)]
+
+
+def _call(
+    x: jax.Array,
+    *operands: jax.Array,
+    platform: str,
+    rows: Output | None,
+    columns: Output | None,
+    signs: int,
+) -> Sequence[jax.Array]:
+    del platform
+    example_ndim = operands[0].ndim
+    results = [jax.ShapeDtypeStruct(s, d) for s, d in _shapes(x.shape, example_ndim, rows, columns)]
+    return jax.ffi.ffi_call(_TARGET, results)(
+        x,
+        *operands,
+        example_ndim=np.int64(example_ndim),
+        rows=np.int64(rows.flags() if rows else 0),
+        columns=np.int64(columns.flags() if columns else 0),
+        signs=np.int64(signs),
+    )
+
+
+def _batch(
+    operands: Sequence[Any], axes: Sequence[int | None], **params: Any
+) -> tuple[Sequence[jax.Array], Sequence[int]]:
+    # Every operand has the examples first; one that is not mapped is the same for each.
+    operands, size = _primitive.batch_to_front(operands, axes)
+    operands = [
+        jnp.broadcast_to(x, (size, *x.shape)) if a is None else x for x, a in zip(operands, axes, strict=True)
+    ]
+    results = quantize_p.bind(*operands, **params)
+    return results, (0,) * len(results)
+
+
+quantize_p = _primitive.define(
+    "nvfp4_quantize",
+    call=_call,
+    abstract_eval=_abstract_eval,
+    batch=_batch,
+    jvp=_primitive.refuse_derivative(
+        "quantize",
+        "use nvfp4.dot_general, whose gradients are defined, nvfp4.fake_quantize, or jax.lax.stop_gradient(x)",
+    ),
+)
