@@ -190,11 +190,13 @@ class NVFP4Array:
           "relative_error", the root mean square rounding error to expect, if values spread evenly between the points of the grid,
           relative to that of the values.
         """
-        magnitude = self.as_f4().astype(jnp.float32)
-        magnitude = jnp.abs(magnitude)
+        magnitude = jnp.abs(self.as_f4().astype(jnp.float32))
         scale = self.linear_scales().astype(jnp.float32)
         per_code = jnp.repeat(scale, layout.BLOCK, axis=-1)[..., : magnitude.shape[-1]]
-        step = jnp.where(magnitude >= 4, 2.0, jnp.where(magnitude >= 2, 1.0, 0.5)) * per_code
+        # Widths of the intervals that round to {0, 0.5, 1, 1.5, 2, 3, 4, 6}.
+        width = jnp.array([0.5, 0.5, 0.5, 0.5, 0.75, 1.0, 1.5, 2.0])
+        index = (jax.lax.bitcast_convert_type(self.as_f4(), jnp.uint4).astype(jnp.uint8) & 7)
+        step = width[index] * per_code
         value = magnitude * per_code
         power = jnp.sum(value * value)
         return {
