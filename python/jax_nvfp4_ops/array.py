@@ -88,7 +88,7 @@ class NVFP4Array:
     def as_f4(self) -> jax.Array:
         """The codes as float4_e2m1fn[..., rows, k]. Unscaled; XLA does little arithmetic on this dtype."""
         f4 = jax.lax.bitcast_convert_type(self.packed, jnp.float4_e2m1fn)
-        return f4.reshape(*self.packed.shape[:-1], -1)[..., : self._coded]
+        return f4.reshape(*self.packed.shape[:-1], 2 * self.packed.shape[-1])[..., : self._coded]
 
     def linear_scales(self) -> jax.Array:
         """The block scales without tiles or padding, float8_e4m3fn[..., rows, ceil(k / 16)]."""
@@ -124,7 +124,7 @@ class NVFP4Array:
         )
         if transformed:
             return y
-        blocks = y.reshape(*y.shape[:-1], -1, layout.BLOCK) @ _inverse_hadamard()
+        blocks = y.reshape(*y.shape[:-1], y.shape[-1] // layout.BLOCK, layout.BLOCK) @ _inverse_hadamard()
         return blocks.reshape(y.shape)[..., : self.k].astype(dtype)
 
     def astype(self, dtype: Any) -> jax.Array:

@@ -356,17 +356,17 @@ def _dot_general(
     w_contracting = _axes(op, "w contracting axes", w_contracting, w.ndim)
     x_batch = _axes(op, "x batch axes", x_batch, x.ndim)
     w_batch = _axes(op, "w batch axes", w_batch, w.ndim)
+    for name, contracting, batch in (("x", x_contracting, x_batch), ("w", w_contracting, w_batch)):
+        if set(contracting) & set(batch):
+            raise ValueError(
+                f"{op}: an axis of {name} must be contracting or batch, not both; got {contracting} and {batch}."
+            )
     for kind, x_axes, w_axes in (("contracting", x_contracting, w_contracting), ("batch", x_batch, w_batch)):
         x_sizes, w_sizes = [x.shape[a] for a in x_axes], [w.shape[a] for a in w_axes]
         if x_sizes != w_sizes:
             raise ValueError(
                 f"{op}: the {kind} axes of x and w must have the same sizes; got {x_sizes} (axes {x_axes} of x, shape {x.shape}) "
                 f"and {w_sizes} (axes {w_axes} of w, shape {w.shape})."
-            )
-    for name, contracting, batch in (("x", x_contracting, x_batch), ("w", w_contracting, w_batch)):
-        if set(contracting) & set(batch):
-            raise ValueError(
-                f"{op}: an axis of {name} must be contracting or batch, not both; got {contracting} and {batch}."
             )
     out_dtype = jnp.result_type(x.dtype, w.dtype) if preferred_element_type is None else preferred_element_type
     out_dtype = check_out_dtype(op, out_dtype)
