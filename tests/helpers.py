@@ -56,8 +56,10 @@ def normal(shape, dtype=np.float32, seed=0, scale=1.0) -> np.ndarray:
 def wide(shape, dtype=np.float32, seed=0) -> np.ndarray:
     """Values whose magnitudes span blocks of very different sizes, zeros and -0 among them."""
     rng = np.random.default_rng(seed)
-    x = rng.normal(size=shape) * np.exp2(rng.uniform(-12, 4, (*shape[:-1], 1)))
-    x *= np.exp2(rng.integers(-3, 4, shape))
+    x = rng.normal(size=shape) * np.exp2(rng.integers(-3, 4, shape))
+    if shape:
+        x *= np.exp2(rng.uniform(-12, 4, (*shape[:-1], 1)))  # rows of different sizes
+    x = np.asarray(x)
     x[rng.random(shape) < 0.05] = 0.0
     x[rng.random(shape) < 0.02] = -0.0
     return x.astype(dtype)
@@ -96,7 +98,7 @@ class Canonical:
         return np.asarray(g).reshape(*self.batch, int(np.prod(self.m)), int(np.prod(self.n)))
 
     def y(self, matrix):
-        return matrix.reshape(*self.batch, *self.m, *self.n)
+        return matrix.reshape((*self.batch, *self.m, *self.n))
 
     def dx(self, matrix):
         return self._original(matrix, self.x_shape, self.xb, self.xf, self.xc)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import jax_nvfp4_ops as nvfp4
 import ml_dtypes
 import numpy as np
 import oracle
@@ -9,24 +10,29 @@ import pytest
 from helpers import BF16, assert_quantized, assert_same_bits, assert_same_tree, normal, wide
 from test_dequantize import random_quantized
 
-import jax_nvfp4_ops as nvfp4
-
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 17), (33, 80), (2, 3, 20, 41), (0, 16), (4, 0)])
 def test_shapes_and_views(shape):
     x = wide(shape, BF16)
     q, want = nvfp4.quantize(x), oracle.quantize(x)
     *lead, k = shape
-    assert q.shape == shape and q.ndim == len(shape) and q.size == np.prod(shape)
-    assert q.dtype == jnp.bfloat16 and q.block == "1x16" and not q.hadamard and q.k == k
+    assert q.shape == shape
+    assert q.ndim == len(shape)
+    assert q.size == np.prod(shape)
+    assert q.dtype == jnp.bfloat16
+    assert q.block == "1x16"
+    assert not q.hadamard
+    assert q.k == k
     assert q.nbytes == q.packed.size + q.scales.size + 4
-    assert q.codes.dtype == jnp.uint8 and q.codes.shape == (*lead, oracle.ceil_div(k, 2))
+    assert q.codes.dtype == jnp.uint8
+    assert q.codes.shape == (*lead, oracle.ceil_div(k, 2))
     np.testing.assert_array_equal(oracle.unpack(q.codes)[..., :k], want.codes[..., :k])
     scales = q.linear_scales()
     assert scales.dtype == jnp.float8_e4m3fn
     np.testing.assert_array_equal(np.asarray(scales).view(np.uint8), want.scales)
     f4 = q.as_f4()
-    assert f4.dtype == jnp.float4_e2m1fn and f4.shape == shape
+    assert f4.dtype == jnp.float4_e2m1fn
+    assert f4.shape == shape
     np.testing.assert_array_equal(
         np.asarray(f4).astype(np.float32), oracle.E2M1[want.codes[..., :k]]
     )
@@ -40,7 +46,8 @@ def test_it_costs_four_and_a_half_bits_a_value():
 def test_axis_minus_two_is_the_transpose():
     x = wide((2, 20, 48))
     q = nvfp4.quantize(x, axis=-2)
-    assert q.shape == (2, 48, 20) and q.k == 20
+    assert q.shape == (2, 48, 20)
+    assert q.k == 20
     assert_quantized(q, oracle.quantize(np.swapaxes(x, -1, -2)))
 
 
@@ -114,7 +121,8 @@ def test_tree_map_scan_cond_and_while():
     x = wide((3, 20, 40), BF16)
     q = jax.vmap(nvfp4.quantize)(x)
     copy = jax.tree.map(lambda leaf: leaf + 0, q)
-    assert isinstance(copy, nvfp4.NVFP4Array) and copy.shape == q.shape
+    assert isinstance(copy, nvfp4.NVFP4Array)
+    assert copy.shape == q.shape
     assert_same_tree(copy, q)
 
     def step(carry, q):

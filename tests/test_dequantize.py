@@ -4,12 +4,11 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import jax_nvfp4_ops as nvfp4
 import numpy as np
 import oracle
 import pytest
 from helpers import DTYPES, assert_same_bits, assert_same_tree, wide
-
-import jax_nvfp4_ops as nvfp4
 
 OUT = list(DTYPES)
 

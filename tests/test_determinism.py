@@ -7,11 +7,10 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import jax_nvfp4_ops as nvfp4
 import numpy as np
 import pytest
 from helpers import BF16, wide
-
-import jax_nvfp4_ops as nvfp4
 from jax_nvfp4_ops import _native
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import jax_nvfp4_ops as nvfp4
 import numpy as np
 import oracle
 import pytest
@@ -14,8 +15,6 @@ from helpers import (
     wide,
 )
 from test_dequantize import random_quantized
-
-import jax_nvfp4_ops as nvfp4
 
 KEY = jax.random.key(1)
 MATRIX = (((1,), (0,)), ((), ()))
@@ -70,7 +69,9 @@ def test_05_an_amax_of_zero():
     assert_same_bits(q.dequantize(), zeros)
     y, pull = jax.vjp(dot, zeros, normal((64, 8)))
     dx, dw = pull(jnp.ones_like(y))
-    assert not np.asarray(y).any() and np.isfinite(dx).all() and not np.asarray(dw).any()
+    assert not np.asarray(y).any()
+    assert np.isfinite(dx).all()
+    assert not np.asarray(dw).any()
     x = wide((16, 64))
     x[3] = 0  # blocks of zeros in a tensor that is not
     assert_quantized(nvfp4.quantize(x), oracle.quantize(x))
@@ -143,9 +144,12 @@ def test_13_empty_axes(shape):
             lambda x, w, r=recipe: dot(x, w, recipe=r), jnp.ones((m, k)), jnp.ones((k, n))
         )
         dx, dw = pull(jnp.ones((m, n)))
-        assert y.shape == (m, n) and dx.shape == (m, k) and dw.shape == (k, n)
+        assert y.shape == (m, n)
+        assert dx.shape == (m, k)
+        assert dw.shape == (k, n)
         assert not np.asarray(y).any() or k
-        assert not np.asarray(dx).any() and not np.asarray(dw).any()
+        assert not np.asarray(dx).any()
+        assert not np.asarray(dw).any()
 
 
 def test_14_codes_come_from_the_reciprocal():
@@ -243,7 +247,9 @@ def test_24_leading_axes_are_rows():
 def test_24_statistics_do_not_count_padding():
     q = nvfp4.quantize(np.ones((5, 17), np.float32))
     s = q.statistics()
-    assert s["zero"] == 0 and s["saturated"] == 1 and s["underflowed"] == 0
+    assert s["zero"] == 0
+    assert s["saturated"] == 1
+    assert s["underflowed"] == 0
 
 
 @pytest.mark.parametrize("k", [1, 7, 15, 17, 31, 33, 65])

@@ -5,13 +5,12 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import jax_nvfp4_ops as nvfp4
 import numpy as np
 import oracle
 import pytest
 from helpers import BF16, DTYPES, assert_same_bits, normal, wide
 from test_dequantize import random_quantized
-
-import jax_nvfp4_ops as nvfp4
 
 OUT = list(DTYPES)
 
@@ -132,7 +131,8 @@ def test_accumulate_takes_the_memory_of_a_donated_array():
     donated = jax.device_put(jnp.asarray(accumulate))
     where = donated.unsafe_buffer_pointer()
     y = f(donated, a, b)
-    assert donated.is_deleted() and y.unsafe_buffer_pointer() == where
+    assert donated.is_deleted()
+    assert y.unsafe_buffer_pointer() == where
     assert_same_bits(y, expected(qa, qb, accumulate=accumulate))
     # Not donated, it stays as it was.
     kept = jnp.asarray(accumulate)

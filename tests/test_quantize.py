@@ -8,6 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import jax_nvfp4_ops as nvfp4
 import numpy as np
 import oracle
 import pytest
@@ -21,8 +22,6 @@ from helpers import (
     normal,
     wide,
 )
-
-import jax_nvfp4_ops as nvfp4
 
 KEY = jax.random.key(7)
 VARIANTS = [

@@ -2,12 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import jax_nvfp4_ops as nvfp4
 import numpy as np
 import oracle
 import pytest
 from helpers import assert_quantized, assert_same_bits, key_words, normal, wide
-
-import jax_nvfp4_ops as nvfp4
 
 KEY = jax.random.key(11)
 
