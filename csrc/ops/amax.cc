@@ -9,7 +9,7 @@ namespace {
 // Bits of the attribute `outputs`, as python/jax_nvfp4_ops/amax.py packs them.
 enum Outputs : int64_t { kPlain = 1, kAlongRows = 2, kAlongColumns = 4 };
 
-ffi::ErrorOr<AmaxArgs> Check(ffi::AnyBuffer x, ffi::RemainingRets results, int64_t example_ndim, int64_t outputs, int64_t signs) {
+ffi::ErrorOr<AmaxArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, int64_t example_ndim, int64_t outputs, int64_t signs) {
   const auto shape = x.dimensions();
   const auto type = FloatTypeOf(x.element_type());
   const int64_t ndim = static_cast<int64_t>(shape.size());
@@ -23,17 +23,19 @@ ffi::ErrorOr<AmaxArgs> Check(ffi::AnyBuffer x, ffi::RemainingRets results, int64
   args.rows = shape[ndim - 2];
   args.k = shape[ndim - 1];
   args.signs = static_cast<uint32_t>(signs);
-  BufferReader reader(results);
-  if (outputs & kPlain) args.plain = reader.Result<float>(ffi::F32, args.examples);
-  if (outputs & kAlongRows) args.along_rows = reader.Result<float>(ffi::F32, args.examples);
-  if (outputs & kAlongColumns) args.along_columns = reader.Result<float>(ffi::F32, args.examples);
-  if (!reader.Done()) return Invalid("nvfp4_amax: results do not fit x of shape " + ToString(shape));
+  args.stride = (outputs & kPlain ? 1 : 0) + (outputs & kAlongRows ? 1 : 0) + (outputs & kAlongColumns ? 1 : 0);
+  if (amax.element_type() != ffi::F32 || ElementsOf(amax) != args.examples * args.stride)
+    return Invalid("nvfp4_amax: a result of shape " + ToString(amax.dimensions()) + " does not fit x of shape " + ToString(shape));
+  auto* next = static_cast<float*>(amax.untyped_data());
+  if (outputs & kPlain) args.plain = next++;
+  if (outputs & kAlongRows) args.along_rows = next++;
+  if (outputs & kAlongColumns) args.along_columns = next++;
   return args;
 }
 
-ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingRets results, int64_t example_ndim, int64_t outputs,
+ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> amax, int64_t example_ndim, int64_t outputs,
                int64_t signs) {
-  const auto args = Check(x, results, example_ndim, outputs, signs);
+  const auto args = Check(x, *amax, example_ndim, outputs, signs);
   if (args.has_error()) return args.error();
   AmaxOnCpu(*args, XlaParallel(pool));
   return ffi::Error::Success();
@@ -43,7 +45,7 @@ template <typename Binding>
 auto Signature(Binding binding) {
   return std::move(binding)
       .template Arg<ffi::AnyBuffer>()  // x [*examples, *batch, rows, k]
-      .RemainingRets()                 // f32 [*examples] each: plain, along rows, along columns: those wanted
+      .template Ret<ffi::AnyBuffer>()  // f32 [*examples, outputs]: plain, along rows, along columns: those wanted
       .template Attr<int64_t>("example_ndim")
       .template Attr<int64_t>("outputs")
       .template Attr<int64_t>("signs");

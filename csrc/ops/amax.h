@@ -11,7 +11,8 @@ struct AmaxArgs {
   FloatType type;
   int64_t examples, batch, rows, k;
   uint32_t signs;  // of the Hadamard transform
-  // [examples] each, null where not wanted. NaN and Inf in x give NaN or Inf.
+  int64_t stride = 1;
+  // One for each example, `stride` apart; null where not wanted. NaN and Inf in x give NaN or Inf.
   float* plain;
   float* along_rows;
   float* along_columns;

@@ -25,8 +25,8 @@ void Raise(std::atomic<uint32_t>& to, uint32_t value) {
   }
 }
 
-void Store(float* out, int64_t example, const std::atomic<uint32_t>& value) {
-  if (out != nullptr) out[example] = FloatOf(value.load(std::memory_order_relaxed));
+void Store(float* out, int64_t at, const std::atomic<uint32_t>& value) {
+  if (out != nullptr) out[at] = FloatOf(value.load(std::memory_order_relaxed));
 }
 
 }  // namespace
@@ -71,9 +71,9 @@ void AmaxOnCpu(const AmaxArgs& args, const Parallel& parallel) {
     });
   }
   for (int64_t example = 0; example < args.examples; ++example) {
-    Store(args.plain, example, largest[example].plain);
-    Store(args.along_rows, example, largest[example].along_rows);
-    Store(args.along_columns, example, largest[example].along_columns);
+    Store(args.plain, example * args.stride, largest[example].plain);
+    Store(args.along_rows, example * args.stride, largest[example].along_rows);
+    Store(args.along_columns, example * args.stride, largest[example].along_columns);
   }
 }
 

@@ -11,7 +11,7 @@ struct QuantizeOutput {
   bool tile16 = false;      // one scale for 16 rows x 16 elements, else for 1 x 16
   bool stochastic = false;  // SR, else RNE
   bool hadamard = false;    // transform first
-  const float* amax = nullptr;     // [examples], after the transform
+  const float* amax = nullptr;     // one for each example, QuantizeArgs::amax_stride apart; after the transform
   const float* partner = nullptr;  // [examples] or null: a factor of global_scale, to make the alpha of a GEMM
   uint8_t* codes = nullptr;        // [examples, batch] matrices in the layout of core/scale_layout.h
   uint8_t* scales = nullptr;
@@ -22,6 +22,7 @@ struct QuantizeArgs {
   const void* x;  // [examples, batch, rows, k]; an example has an amax and a key of its own
   FloatType type;
   int64_t examples, batch, rows, k;
+  int64_t amax_stride = 1;
   const uint32_t* key;  // [examples, 2], or null without SR
   uint32_t signs;       // of the Hadamard transform
   QuantizeOutput along_rows;     // matrices [rows, k]

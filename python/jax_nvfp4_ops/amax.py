@@ -64,21 +64,21 @@ def amax(x: jax.Array, outputs: Sequence[str] = ("plain",)) -> tuple[jax.Array, 
     for output in wanted:
         check_choice("amax", "outputs", output, tuple(_OUTPUTS))
     distinct = tuple(o for o in _OUTPUTS if o in wanted)
-    results = amax_p.bind(x, example_ndim=0, outputs=distinct, signs=HADAMARD_SIGNS)
-    return tuple(results[distinct.index(o)] for o in wanted)
+    (values,) = amax_p.bind(x, example_ndim=0, outputs=distinct, signs=HADAMARD_SIGNS)
+    return tuple(values[distinct.index(o)] for o in wanted)
 
 
 def _abstract_eval(x: Any, *, example_ndim: int, outputs: tuple[str, ...], signs: int) -> list[ShapedArray]:
     del signs
-    return [ShapedArray(x.shape[:example_ndim], jnp.float32) for _ in outputs]
+    return [ShapedArray((*x.shape[:example_ndim], len(outputs)), jnp.float32)]
 
 
 def _call(
     x: jax.Array, *, platform: str, example_ndim: int, outputs: tuple[str, ...], signs: int
 ) -> Sequence[jax.Array]:
     del platform
-    results = [jax.ShapeDtypeStruct(x.shape[:example_ndim], jnp.float32) for _ in outputs]
-    return jax.ffi.ffi_call(_TARGET, results)(
+    result = jax.ShapeDtypeStruct((*x.shape[:example_ndim], len(outputs)), jnp.float32)
+    return jax.ffi.ffi_call(_TARGET, [result])(
         x,
         example_ndim=np.int64(example_ndim),
         outputs=np.int64(sum(_OUTPUTS[o] for o in outputs)),
@@ -90,8 +90,7 @@ def _batch(
     operands: Sequence[Any], axes: Sequence[int | None], *, example_ndim: int, **params: Any
 ) -> tuple[Sequence[jax.Array], Sequence[int]]:
     (x,), _ = _primitive.batch_to_front(operands, axes)
-    results = amax_p.bind(x, example_ndim=example_ndim + 1, **params)
-    return results, (0,) * len(results)
+    return amax_p.bind(x, example_ndim=example_ndim + 1, **params), (0,)
 
 
 amax_p = _primitive.define(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,17 +25,24 @@ class Output:
 
     Args:
       format: How it is quantized.
+      amax: Which value of the operand amax belongs to it.
       partner: Whether there is an operand that its global scale is multiplied with, so that the alpha of a GEMM results.
     """
 
     format: Format
+    amax: int = 0
     partner: bool = False
 
     def flags(self) -> int:
         """The bits of the handler's attribute."""
         f = self.format
         return (
-            1 | (f.block == "16x16") << 1 | (f.rounding == "sr") << 2 | f.hadamard << 3 | self.partner << 4
+            1
+            | (f.block == "16x16") << 1
+            | (f.rounding == "sr") << 2
+            | f.hadamard << 3
+            | self.partner << 4
+            | self.amax << 5
         )
 
 
@@ -129,17 +136,19 @@ def quantize(
     if not stochastic and key is not None:
         raise ValueError("quantize: key must be None for rounding='rne', which draws nothing; drop it, or use 'sr'.")
     words = None if key is None else key_words("quantize", key)
-    amaxes = None
+    values, which = None, {}
     if amax is not None:
-        given = amax if isinstance(amax, tuple | list) else (amax,) * len(axes)
-        given = tuple(jnp.asarray(a) for a in given)
-        if len(given) != len(axes) or any(a.shape != () for a in given):
+        given = tuple(jnp.asarray(a) for a in (amax if isinstance(amax, tuple | list) else (amax,)))
+        if len(given) not in (1, len(axes)) or any(a.shape != () for a in given):
             raise ValueError(
                 f"quantize: amax must be a scalar, or {len(axes)} scalars for {len(axes)} axes; "
                 f"got shapes {[a.shape for a in given]}."
             )
-        amaxes = dict(zip(normalized, (a.astype(jnp.float32) for a in given), strict=True))
-    rows, columns = quantize_along(x, formats.get(-1), formats.get(-2), key=words, amax=amaxes)
+        values = jnp.stack([a.astype(jnp.float32) for a in given])
+        which = {a: min(i, len(given) - 1) for i, a in enumerate(normalized)}
+    rows, columns = quantize_along(
+        x, formats.get(-1), formats.get(-2), key=words, amax=values, which=which
+    )
     results = tuple(rows if a == -1 else columns for a in normalized)
     return results if isinstance(axis, tuple) and len(axis) == 2 else results[0]
 
@@ -150,7 +159,8 @@ def quantize_along(
     columns: Format | None,
     *,
     key: jax.Array | None = None,
-    amax: dict[int, jax.Array] | None = None,
+    amax: jax.Array | None = None,
+    which: Mapping[int, int] | None = None,
     partners: dict[int, jax.Array] | None = None,
 ) -> tuple[NVFP4Array | None, NVFP4Array | None]:
     """Quantizes x[..., R, K] along its last axis, the one before it, or both, in one call of the primitive.
@@ -160,7 +170,8 @@ def quantize_along(
       rows: How along K (axis -1), or None.
       columns: How along R (axis -2), or None.
       key: u32[2], for stochastic rounding.
-      amax: f32[] by axis; computed where None.
+      amax: f32[values]; computed where None.
+      which: By axis, which value of amax belongs to it.
       partners: f32[] by axis: a factor of that result's global scale.
 
     Returns:
@@ -171,13 +182,15 @@ def quantize_along(
     if amax is None:
         source = {axis: (("rows" if axis == -1 else "columns") if f.hadamard else "plain") for axis, f in formats.items()}
         outputs = tuple(o for o in ("plain", "rows", "columns") if o in source.values())
-        values = amax_p.bind(jax.lax.stop_gradient(x), example_ndim=0, outputs=outputs, signs=HADAMARD_SIGNS)
-        amax = {axis: values[outputs.index(o)] for axis, o in source.items()}
-    operands = [amax[axis] for axis in formats]
+        (amax,) = amax_p.bind(
+            jax.lax.stop_gradient(x), example_ndim=0, outputs=outputs, signs=HADAMARD_SIGNS
+        )
+        which = {axis: outputs.index(o) for axis, o in source.items()}
+    operands = [amax]
     if any(f.rounding == "sr" for f in formats.values()):
         operands.append(key)
     operands += [partners[axis] for axis in formats if axis in partners]
-    outputs = {axis: Output(f, axis in partners) for axis, f in formats.items()}
+    outputs = {axis: Output(f, which[axis], axis in partners) for axis, f in formats.items()}
     results = iter(
         quantize_p.bind(x, *operands, rows=outputs.get(-1), columns=outputs.get(-2), signs=HADAMARD_SIGNS)
     )
@@ -210,7 +223,7 @@ def _abstract_eval(
     x: Any, amax: Any, *operands: Any, rows: Output | None, columns: Output | None, signs: int
 ) -> list[ShapedArray]:
     del operands, signs
-    return [ShapedArray(s, d) for s, d in _shapes(x.shape, amax.ndim, rows, columns)]
+    return [ShapedArray(s, d) for s, d in _shapes(x.shape, amax.ndim - 1, rows, columns)]
 
 
 def _call(
@@ -222,12 +235,11 @@ def _call(
     signs: int,
 ) -> Sequence[jax.Array]:
     del platform
-    example_ndim = operands[0].ndim
+    example_ndim = operands[0].ndim - 1
     results = [jax.ShapeDtypeStruct(s, d) for s, d in _shapes(x.shape, example_ndim, rows, columns)]
     return jax.ffi.ffi_call(_TARGET, results)(
         x,
         *operands,
-        example_ndim=np.int64(example_ndim),
         rows=np.int64(rows.flags() if rows else 0),
         columns=np.int64(columns.flags() if columns else 0),
         signs=np.int64(signs),
