@@ -1,4 +1,5 @@
-// csrc/cpu/quantize_portable.cc: amax, quantize and dequantize in plain C++ over core/, the reference of every other kernel.
+// csrc/cpu/quantize_portable.cc: amax, quantize and dequantize in plain C++ over core/, the
+// reference of every other kernel.
 #include <algorithm>
 
 #include "core/hadamard.h"
@@ -20,7 +21,9 @@ float LoadOne(FloatType type, const void* x, int64_t i) {
 }
 
 // Where a strip holds element i of a float32 row.
-int64_t Float32Place(int64_t i) { return i / kBlock * kBlock + i % 2 * (kBlock / 2) + i % kBlock / 2; }
+int64_t Float32Place(int64_t i) {
+  return i / kBlock * kBlock + i % 2 * (kBlock / 2) + i % kBlock / 2;
+}
 
 void Load(FloatType type, const void* x, int64_t n, void* row) {
   const int64_t filled = BlocksOf(n) * kBlock;
@@ -40,7 +43,8 @@ uint32_t Amax(FloatType type, const void* x, int64_t n) {
   return amax;
 }
 
-// A block of the strip along its rows or along its columns, with the Hadamard transform if there is one.
+// A block of the strip along its rows or along its columns, with the Hadamard transform if there is
+// one.
 struct Block {
   float x[kBlock];
 
@@ -53,7 +57,8 @@ struct Block {
 
 float Get(const Strip& strip, int64_t row, int64_t column) {
   const uint8_t* from = strip.x + row * strip.stride;
-  if (strip.type == FloatType::kBf16) return FloatOfBf16(reinterpret_cast<const uint16_t*>(from)[column]);
+  if (strip.type == FloatType::kBf16)
+    return FloatOfBf16(reinterpret_cast<const uint16_t*>(from)[column]);
   return reinterpret_cast<const float*>(from)[Float32Place(column)];
 }
 
@@ -97,10 +102,11 @@ struct Place {
   uint8_t* scale;
 };
 
-// The first n of 16 blocks that are neighbours across the quantized axis: their scales (one for all with tile16), their codes.
+// The first n of 16 blocks that are neighbours across the quantized axis: their scales (one for all
+// with tile16), their codes.
 template <typename PlaceOf>
-void QuantizeTile(const QuantizeSpec& spec, Block (&blocks)[kBlock], int64_t n, uint32_t stream, int64_t row, int64_t block,
-                  const PlaceOf& place_of) {
+void QuantizeTile(const QuantizeSpec& spec, Block (&blocks)[kBlock], int64_t n, uint32_t stream,
+                  int64_t row, int64_t block, const PlaceOf& place_of) {
   uint32_t amax[kBlock], largest = 0;
   for (int i = 0; i < kBlock; ++i) {
     if (spec.hadamard) Hadamard16(blocks[i].x, spec.signs);
@@ -113,41 +119,45 @@ void QuantizeTile(const QuantizeSpec& spec, Block (&blocks)[kBlock], int64_t n, 
     uint32_t code[kBlock];
     if (spec.stochastic) {
       const Philox random = BlockRandom(spec.key, stream, row + i, block);
-      for (int j = 0; j < kBlock; ++j) code[j] = EncodeE2M1Stochastic(blocks[i].x[j] * encode, ElementRandom(random, j));
+      for (int j = 0; j < kBlock; ++j)
+        code[j] = EncodeE2M1Stochastic(blocks[i].x[j] * encode, ElementRandom(random, j));
     } else {
       for (int j = 0; j < kBlock; ++j) code[j] = EncodeE2M1(blocks[i].x[j] * encode);
     }
     const Place to = place_of(i);
     *to.scale = scale;
-    for (int j = 0; j < kBlock / 2; ++j) to.codes[j] = static_cast<uint8_t>(code[2 * j] | code[2 * j + 1] << 4);
+    for (int j = 0; j < kBlock / 2; ++j)
+      to.codes[j] = static_cast<uint8_t>(code[2 * j] | code[2 * j + 1] << 4);
   }
 }
 
-void Rows(const QuantizeSpec& spec, const Strip& strip, int64_t row, int64_t block, uint8_t* codes, int64_t codes_stride,
-          uint8_t* scales) {
+void Rows(const QuantizeSpec& spec, const Strip& strip, int64_t row, int64_t block, uint8_t* codes,
+          int64_t codes_stride, uint8_t* scales) {
   for (int64_t b = 0; b < strip.blocks; ++b) {
     Block blocks[kBlock];
     for (int i = 0; i < kBlock; ++i) blocks[i] = RowBlock(strip, i, b);
     QuantizeTile(spec, blocks, strip.rows, kStreamRows, row, block + b, [&](int64_t i) {
-      return Place{codes + i * codes_stride + b * kBlock / 2, scales + ScaleOffset(i, b, kStripBlocks)};
+      return Place{codes + i * codes_stride + b * kBlock / 2,
+                   scales + ScaleOffset(i, b, kStripBlocks)};
     });
   }
   for (int64_t b = strip.blocks; b % kTileBlocks != 0; ++b)
     for (int64_t i = 0; i < strip.rows; ++i) scales[ScaleOffset(i, b, kStripBlocks)] = 0;
 }
 
-void Columns(const QuantizeSpec& spec, const Strip& strip, int64_t row, int64_t block, uint8_t* codes, int64_t codes_stride,
-             uint8_t* scales, int64_t scales_stride) {
+void Columns(const QuantizeSpec& spec, const Strip& strip, int64_t row, int64_t block,
+             uint8_t* codes, int64_t codes_stride, uint8_t* scales) {
   for (int64_t column = 0; column < strip.blocks * kBlock; column += kBlock) {
     Block blocks[kBlock];
     for (int i = 0; i < kBlock; ++i) blocks[i] = ColumnBlock(strip, column + i);
     QuantizeTile(spec, blocks, kBlock, kStreamColumns, row + column, block, [&](int64_t i) {
-      return Place{codes + (column + i) * codes_stride, scales + (column + i) * scales_stride};
+      return Place{codes + (column + i) * codes_stride, scales + column + i};
     });
   }
 }
 
-void DequantizeRow(const uint8_t* codes, const uint8_t* scales, float global_scale, int64_t n, FloatType type, void* out) {
+void DequantizeRow(const uint8_t* codes, const uint8_t* scales, float global_scale, int64_t n,
+                   FloatType type, void* out) {
   for (int64_t i = 0; i < n; ++i) {
     const float x = Dequantize(codes[i / 2] >> i % 2 * 4 & 15, scales[i / kBlock], global_scale);
     switch (type) {
@@ -167,7 +177,8 @@ void DequantizeRow(const uint8_t* codes, const uint8_t* scales, float global_sca
 }  // namespace
 
 const QuantizeKernels& PortableQuantizeKernels() {
-  static constexpr QuantizeKernels kKernels{Load, Amax, AmaxRows, AmaxColumns, Rows, Columns, DequantizeRow};
+  static constexpr QuantizeKernels kKernels{Load, Amax,    AmaxRows,     AmaxColumns,
+                                            Rows, Columns, DequantizeRow};
   return kKernels;
 }
 
