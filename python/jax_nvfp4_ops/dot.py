@@ -369,7 +369,7 @@ def _dot_general(
                 f"and {w_sizes} (axes {w_axes} of w, shape {w.shape})."
             )
     out_dtype = jnp.result_type(x.dtype, w.dtype) if preferred_element_type is None else preferred_element_type
-    out_dtype = check_out_dtype(op, out_dtype)
+    out_dtype = check_out_dtype(op, out_dtype, "out_dtype" if op == "matmul" else "preferred_element_type")
     words = None if key is None else key_words(op, key)
     if recipe.forward_needs_key and words is None:
         raise ValueError(f"{op}: key must be given for recipe {recipe}, which rounds x or w stochastically; got None.")

@@ -19,10 +19,10 @@ _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _WORKSPACE = {"cpu": 0, "cuda": 32 << 20}
 
 
-def check_out_dtype(op: str, dtype: Any) -> Any:
+def check_out_dtype(op: str, dtype: Any, name: str = "out_dtype") -> Any:
     """The dtype of a result; raises unless it is one that a GEMM can write."""
     if not any(jnp.dtype(dtype) == t for t in _FLOATS):
-        raise TypeError(f"{op}: out_dtype must be float32, bfloat16 or float16; got {jnp.dtype(dtype)}.")
+        raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16; got {jnp.dtype(dtype)}.")
     return jnp.dtype(dtype)
 
 

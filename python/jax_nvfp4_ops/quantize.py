@@ -60,7 +60,8 @@ def key_words(op: str, key: jax.Array) -> jax.Array:
         raise TypeError(
             f"{op}: key must come from jax.random.key(seed); got {key.dtype}{list(key.shape)}."
         )
-    return key if key.shape == (2,) else key[:2] ^ key[2:]
+    # The halves of a key of four words ("rbg") are often equal: they must not cancel.
+    return key if key.shape == (2,) else key[:2] + 2 * key[2:]
 
 
 def _pair(name: str, value: Any, kind: type, count: int) -> tuple[Any, ...]:
