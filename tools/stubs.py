@@ -1,8 +1,9 @@
 """Writes the type stub of the compiled module with pybind11-stubgen.
 
 pybind11-stubgen knows pybind11's functions as Python's built-in routines. nanobind's functions have
-a type of their own, `nb_func`, and would be written as variables of that type; their docstrings
-start with a signature of the same form, so it is enough to say that they are functions.
+a type of their own, `nb_func`, and would be written as variables of that type, or (from Python 3.13
+on, where `inspect` looks into their type) as functions of anything. But their docstrings begin with a
+signature of the form that it reads.
 """
 
 from __future__ import annotations
@@ -29,16 +30,12 @@ def _parser() -> Any:
         def handle_module_member(
             self, path: QualifiedName, module: types.ModuleType, member: Any
         ) -> Any:
-            if type(member).__name__ == "nb_func":
-                return self.handle_function(path, member)
-            return super().handle_module_member(path, module, member)
-
-        def parse_type_str(self, annotation_str: str) -> Any:
-            # nanobind's name for it depends on the Python that it was built for. Type checkers know
-            # typing_extensions without an installation.
-            if annotation_str.strip() == "types.CapsuleType":
-                annotation_str = "typing_extensions.CapsuleType"
-            return super().parse_type_str(annotation_str)
+            if type(member).__name__ != "nb_func":
+                return super().handle_module_member(path, module, member)
+            functions = self.parse_function_docstring(path[-1], member.__doc__.splitlines())
+            if not functions:
+                raise ValueError(f"{path}: the docstring must begin with a signature")
+            return functions
 
     return NanobindParser()
 
