@@ -131,9 +131,12 @@ class Task {
       uint8_t four[kStripColumns][kTileBlocks];
       for (int64_t c = 0; c < kStripColumns; ++c)
         for (int64_t i = 0; i < kTileBlocks; ++i) four[c][i] = gathered_.scales[s + i][c];
-      for (int64_t c = 0; c < n; ++c)
-        std::memcpy(scales + ScaleOffset(column + c, block + s, tile_columns), four[c],
-                    kTileBlocks);
+      constexpr int64_t kRun = 32;  // columns a constant distance apart in a tile
+      for (int64_t run = 0; run < n; run += kRun) {
+        uint8_t* to = scales + ScaleOffset(column + run, block + s, tile_columns);
+        for (int64_t c = run; c < std::min(run + kRun, n); ++c, to += kTileBytes / kRun)
+          std::memcpy(to, four[c], kTileBlocks);
+      }
     }
   }
 
