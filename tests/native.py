@@ -16,7 +16,14 @@ CPP = pathlib.Path(__file__).parent / "cpp"
 # No contraction: a compiler for aarch64 fuses multiply and add unless it is told not to.
 FLAGS = ["-std=c++17", "-O2", "-g1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
 # As CMakeLists.txt has them: the units of an instruction set carry its name.
-ISA_FLAGS = {"_avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]}
+AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
+# VNNI units are built for emulation, with NVFP4_EMULATE_VNNI.
+ISA_FLAGS = {
+    "_avx2": AVX2,
+    "_avxvnni": AVX2,
+    "_avx512vnni": AVX2,
+    "_neon": ["-march=armv8.2-a+dotprod"],
+}
 # -O1: what a checker adds to -O2 takes half a minute to compile.
 SANITIZE = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 

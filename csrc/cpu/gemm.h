@@ -11,6 +11,7 @@
 #pragma once
 
 #include "core/scale_layout.h"
+#include "ops/matmul.h"
 
 namespace nvfp4 {
 
@@ -71,5 +72,9 @@ void DirectAvx2(int64_t rows, const uint8_t* a, const GemmMatrix& b, int64_t til
 #elif defined(__aarch64__)
 extern const GemmKernels kNeonGemm;
 #endif
+
+// MatmulOnCpu (ops/matmul.h) with a given table.
+void MatmulWith(const GemmKernels& kernels, const MatmulShape& shape, const MatmulProduct* products, int64_t count,
+                const Parallel& parallel);
 
 }  // namespace nvfp4

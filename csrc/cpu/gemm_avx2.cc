@@ -206,7 +206,8 @@ void PackDirectOne(const GemmMatrix& a, int64_t row, uint8_t* out) {
       int32_t sum = 0;
       for (int k = 0; k < kBlock; ++k) {
         const int8_t twice = kTwiceE2M1[codes[k / 2] >> k % 2 * 4 & 15];
-        (k % 2 != 0 ? group.odd : group.even)[8 * i + k / 2] = twice;
+        int8_t* half = k % 2 != 0 ? group.odd : group.even;
+        half[8 * i + k / 2] = twice;
         sum -= kTwiceMax * twice;
       }
       group.start[i] = sum;

@@ -211,8 +211,12 @@ void Multiply(const GemmKernels& kernels, const MatmulShape& shape, const Matmul
 }  // namespace
 
 void MatmulOnCpu(const MatmulShape& shape, const MatmulProduct* products, int64_t count, const Parallel& parallel) {
+  MatmulWith(CurrentGemmKernels(), shape, products, count, parallel);
+}
+
+void MatmulWith(const GemmKernels& kernels, const MatmulShape& shape, const MatmulProduct* products, int64_t count,
+                const Parallel& parallel) {
   if (shape.m == 0 || shape.n == 0) return;
-  const GemmKernels& kernels = CurrentGemmKernels();
   const FloatEnvironment environment;
   if (count >= 2 * parallel.threads()) {
     parallel.Run(count, [&](int64_t i) { Multiply(kernels, shape, products[i], SerialParallel()); });
