@@ -34,3 +34,10 @@ def instruction_set(request):
     previous = _native.select_instruction_set(request.param)
     yield request.param
     _native.select_instruction_set(previous)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs_of_one_module():
+    """A thousand shapes compile a thousand programs: they go with the module that needed them."""
+    yield
+    jax.clear_caches()

@@ -400,6 +400,7 @@ def products(draw):
     return tuple(size[a] for a in x), tuple(size[a] for a in w), dims
 
 
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)  # a second each
 @hypothesis.given(
     products(),
     st.sampled_from(list(RECIPES)),
