@@ -82,6 +82,11 @@ float Load(FloatType type, const void* from, int64_t i) {
 
 // n results of a row from (row, column) on.
 void Finish(const MatmulShape& shape, const MatmulProduct& p, int64_t row, int64_t column, int64_t n, const float* acc) {
+  if (shape.out == FloatType::kF32 && p.bias == nullptr && p.accumulate == nullptr) {
+    float* to = static_cast<float*>(p.y) + row * shape.n + column;
+    for (int64_t i = 0; i < n; ++i) to[i] = p.alpha * acc[i];
+    return;
+  }
   constexpr int64_t kPiece = 128;
   float y[kPiece];
   for (int64_t first = 0; first < n; first += kPiece) {
