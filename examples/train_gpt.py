@@ -1,0 +1,443 @@
+"""Trains a byte-level GPT twice, with NVFP4 linears and without, on Python's own standard library, and compares.
+
+    python examples/train_gpt.py [--size small] [--steps 250] [--recipe nvidia] [--seed 0] [--out runs/train_gpt]
+
+Both models start from the same weights and see the same bytes. Every linear layer of a block computes in NVFP4, forward and
+backward; embeddings, norms, output head and attention products stay in float32. A checkpoint is written now and then, and on
+Ctrl-C; the same command goes on from there, to the same bits as a run that was not interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_nvfp4_ops as nvfp4
+
+VOCABULARY = 256  # bytes
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Dimensions of a model and of its batches."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+
+
+SIZES = {
+    "tiny": Size(layers=2, width=64, heads=2, context=64, batch=8),
+    "small": Size(layers=4, width=256, heads=4, context=128, batch=16),
+    "medium": Size(layers=6, width=384, heads=6, context=256, batch=16),
+}
+
+# ---- data
+
+
+def read_corpus(minimum: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of the standard library's sources in the order of their names: training, and every tenth file for validation."""
+    folder = pathlib.Path(sysconfig.get_path("stdlib"))
+    files = sorted(p for p in folder.rglob("*.py") if "site-packages" not in p.parts and "test" not in p.parts)
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for i, path in enumerate(files):
+        parts[i % 10 == 9].append(path.read_bytes())
+    train, validation = (np.frombuffer(b"".join(p), np.uint8) for p in parts)
+    for name, data in (("training", train), ("validation", validation)):
+        if data.size < minimum:
+            sys.exit(f"train_gpt: the standard library at {folder} must have {minimum} bytes for {name}; got {data.size}.")
+    return train, validation
+
+
+def batch_at(data: np.ndarray, size: Size, seed: int, step: int) -> np.ndarray:
+    """int32[batch, context + 1]: a batch that depends on seed and step only."""
+    starts = np.random.default_rng((seed, step)).integers(0, data.size - size.context, size.batch)
+    return np.stack([data[s : s + size.context + 1] for s in starts]).astype(np.int32)
+
+
+# ---- model
+
+Linear = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # x[..., K], w[K, N], key
+
+
+def linear_layers(kind: str) -> Linear:
+    """The linear layer of a model: a recipe's name, "f32" or "bf16"."""
+    if kind in nvfp4.recipes.PRESETS:
+        recipe = nvfp4.recipes.PRESETS[kind]
+
+        def linear(x: jax.Array, w: jax.Array, key: jax.Array) -> jax.Array:
+            return nvfp4.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), recipe=recipe, key=key)
+
+        return linear
+    dtype = {"f32": jnp.float32, "bf16": jnp.bfloat16}[kind]
+    return lambda x, w, key: jnp.dot(x.astype(dtype), w.astype(dtype)).astype(jnp.float32)
+
+
+def init_params(size: Size, key: jax.Array) -> Params:
+    d, n = size.width, size.layers
+    keys = iter(jax.random.split(key, 3 + 4 * n))
+
+    def normal(shape: tuple[int, ...], scale: float) -> jax.Array:
+        return scale * jax.random.normal(next(keys), shape)
+
+    return {
+        "embedding": normal((VOCABULARY, d), 0.02),
+        "position": normal((size.context, d), 0.02),
+        "head": normal((d, VOCABULARY), d**-0.5),
+        "norm": jnp.ones(d),
+        "layers": [
+            {
+                "qkv": normal((d, 3 * d), d**-0.5),
+                "out": normal((d, d), (2 * n * d) ** -0.5),
+                "up": normal((d, 4 * d), d**-0.5),
+                "down": normal((4 * d, d), (8 * n * d) ** -0.5),
+                "norm1": jnp.ones(d),
+                "norm2": jnp.ones(d),
+            }
+            for _ in range(n)
+        ],
+    }
+
+
+def rms_norm(x: jax.Array, gain: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain
+
+
+def attention(qkv: jax.Array, heads: int) -> jax.Array:
+    """Causal attention in float32; qkv[B, T, 3 * width]."""
+    b, t, _ = qkv.shape
+    q, k, v = (x.reshape(b, t, heads, -1) for x in jnp.split(qkv, 3, -1))
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
+    scores = jnp.where(np.tril(np.ones((t, t), bool)), scores, -jnp.inf)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v).reshape(b, t, -1)
+
+
+def forward(
+    params: Params, tokens: jax.Array, key: jax.Array, linear: Linear, size: Size, probe: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Logits[B, T, 256]; and the input of the last block's first MLP layer, to whose result `probe` is added."""
+    x = params["embedding"][tokens] + params["position"][: tokens.shape[1]]
+    for i, p in enumerate(params["layers"]):
+        keys = jax.random.split(jax.random.fold_in(key, i), 4)
+        h = attention(linear(rms_norm(x, p["norm1"]), p["qkv"], keys[0]), size.heads)
+        x = x + linear(h, p["out"], keys[1])
+        watched = rms_norm(x, p["norm2"])
+        h = linear(watched, p["up"], keys[2])
+        if probe is not None and i == size.layers - 1:
+            h = h + probe
+        x = x + linear(jax.nn.gelu(h), p["down"], keys[3])
+    return rms_norm(x, params["norm"]) @ params["head"], watched
+
+
+def loss_of(params: Params, batch: jax.Array, key: jax.Array, linear: Linear, size: Size, probe: Any = None) -> tuple:
+    logits, watched = forward(params, batch[:, :-1], key, linear, size, probe)
+    log_p = jax.nn.log_softmax(logits)
+    return -jnp.mean(jnp.take_along_axis(log_p, batch[:, 1:, None], -1)), watched
+
+
+# ---- training
+
+
+def learning_rate(step: jax.Array, steps: int) -> jax.Array:
+    warmup = max(1, steps // 20)
+    cosine = 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip((step - warmup) / max(1, steps - warmup), 0, 1)))
+    return 2e-3 * jnp.where(step < warmup, (step + 1) / warmup, 0.1 + 0.9 * cosine)
+
+
+def make_step(linear: Linear, size: Size, steps: int, seed: int) -> Callable:
+    """One step of AdamW; state is (params, first moments, second moments)."""
+
+    def train_step(state: tuple, batch: jax.Array, step: jax.Array) -> tuple:
+        params, m, v = state
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        (loss, _), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch, key, linear, size)
+        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / norm), grads)
+        m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, grads)
+        v = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, v, grads)
+        rate, t = learning_rate(step, steps), step + 1
+
+        def update(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+            decay = 0.1 * p if p.ndim == 2 else 0.0
+            return p - rate * (m / (1 - 0.9**t) / (jnp.sqrt(v / (1 - 0.95**t)) + 1e-8) + decay)
+
+        return (jax.tree.map(update, params, m, v), m, v), loss
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def make_underflow(linear: Linear, size: Size, seed: int) -> Callable:
+    """Shares of x, w and g of the last block's first MLP layer that are not 0 but become 0 in NVFP4."""
+
+    def lost(x: jax.Array) -> jax.Array:
+        x = x.reshape(-1, x.shape[-1])
+        zero = nvfp4.quantize(x).as_f4().astype(jnp.float32) == 0
+        return jnp.sum(zero & (x != 0)) / jnp.maximum(1, jnp.sum(x != 0))
+
+    def underflow(params: Params, batch: jax.Array, step: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        probe = jnp.zeros((size.batch, size.context, 4 * size.width))
+        g, x = jax.grad(loss_of, argnums=5, has_aux=True)(params, batch, key, linear, size, probe)
+        return jnp.stack([lost(x), lost(params["layers"][-1]["up"].T), lost(g)])
+
+    return jax.jit(underflow)
+
+
+# ---- files
+
+
+def write_atomically(path: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
+    """The file is whole, old or new, whatever happens."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
+    write(temporary)
+    os.replace(temporary, path)
+
+
+@dataclasses.dataclass
+class Run:
+    """What a checkpoint holds: the settings, the step, both models, and the history."""
+
+    settings: dict[str, Any]
+    step: int
+    states: dict[str, tuple]
+    history: dict[str, list]
+
+    def save(self, path: pathlib.Path) -> None:
+        leaves = {f"{name}/{i}": np.asarray(x) for name, s in self.states.items() for i, x in enumerate(jax.tree.leaves(s))}
+        meta = json.dumps({"settings": self.settings, "step": self.step, "history": self.history})
+        write_atomically(path, lambda p: np.savez(p, meta=np.array(meta), **leaves))
+
+    def load(self, path: pathlib.Path) -> None:
+        """Replaces everything by what the file holds, if that is the same experiment."""
+        try:
+            with np.load(path) as file:
+                meta = json.loads(str(file["meta"]))
+                leaves = {k: file[k] for k in file.files if k != "meta"}
+        except (OSError, ValueError, KeyError) as error:
+            sys.exit(f"train_gpt: {path} must be a checkpoint of this program; got {error!r}. Pass --restart, or another --out.")
+        if meta["settings"] != self.settings:
+            different = [k for k in self.settings if meta["settings"].get(k) != self.settings[k]]
+            sys.exit(
+                f"train_gpt: {path} is of a run with other settings ({', '.join(different)}). "
+                "Pass those again to go on with it, --restart to overwrite it, or another --out."
+            )
+        self.step, self.history = meta["step"], meta["history"]
+        for name, state in self.states.items():
+            structure = jax.tree.structure(state)
+            count = structure.num_leaves
+            self.states[name] = jax.tree.unflatten(structure, [jnp.asarray(leaves[f"{name}/{i}"]) for i in range(count)])
+
+
+def smooth(values: list[float], width: int) -> np.ndarray:
+    """Mean of the last `width` values at each point."""
+    total = np.cumsum(np.concatenate([[0.0], values]))
+    first = np.maximum(np.arange(len(values)) + 1 - width, 0)
+    return (total[1:] - total[first]) / (np.arange(len(values)) + 1 - first)
+
+
+def plot(run: Run, names: tuple[str, str], path: pathlib.Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    baseline, quantized = names
+    history = run.history
+    width = max(1, run.settings["steps"] // 20)
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    for name in names:
+        axes[0].plot(smooth(history[name], width), label=name)
+    axes[0].set(title=f"training loss, mean of {width} steps", xlabel="step", ylabel="nats a byte")
+    axes[0].legend()
+    axes[1].plot(smooth(np.subtract(history[quantized], history[baseline]).tolist(), width))
+    axes[1].axhline(0, color="gray", linewidth=0.8)
+    axes[1].set(title=f"gap, {quantized} - {baseline}", xlabel="step", ylabel="nats a byte")
+    for i, tensor in enumerate(("x", "w", "g")):
+        axes[2].plot(history["underflow_steps"], [100 * u[i] for u in history["underflow"]], label=tensor)
+    axes[2].set(title="not 0, but 0 in NVFP4 (last block, MLP)", xlabel="step", ylabel="% of the values", ylim=(0, None))
+    axes[2].legend()
+    write_atomically(path, lambda p: figure.savefig(p, dpi=110))
+    pyplot.close(figure)
+
+
+# ---- what a person sees
+
+
+class Progress:
+    """A bar on a terminal, else a line now and then."""
+
+    def __init__(self, total: int, first: int) -> None:
+        self.total, self.first, self.start = total, first, time.perf_counter()
+        self.terminal = sys.stdout.isatty()
+
+    def show(self, done: int, text: str) -> None:
+        elapsed = time.perf_counter() - self.start
+        left = elapsed / max(1, done - self.first) * (self.total - done)
+        if self.terminal:
+            filled = 30 * done // self.total
+            print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {done}/{self.total}  {text}  {left:4.0f} s left ", end="", flush=True)
+        elif done == self.total or done % max(1, self.total // 10) == 0:
+            print(f"step {done}/{self.total}  {text}  {elapsed:.0f} s, {left:.0f} s left", flush=True)
+
+    def end(self) -> None:
+        if self.terminal:
+            print()
+
+
+def sample(params: Params, linear: Linear, size: Size, seed: int, prompt: bytes, count: int) -> str:
+    """`count` bytes that the model writes after the prompt, at temperature 0.7."""
+
+    @jax.jit
+    def next_byte(window: jax.Array, length: jax.Array, key: jax.Array) -> jax.Array:
+        logits, _ = forward(params, window[None], key, linear, size)
+        return jax.random.categorical(key, logits[0, length - 1] / 0.7)
+
+    text = list(prompt)
+    for i in range(count):
+        tail = text[-size.context :]
+        window = np.zeros(size.context, np.int32)
+        window[: len(tail)] = tail
+        text.append(int(next_byte(window, len(tail), jax.random.fold_in(jax.random.key(seed), i))))
+    return bytes(text).decode("utf-8", "replace")
+
+
+def table(run: Run, names: tuple[str, str], size: Size, validation: dict[str, float], seconds: dict[str, float]) -> str:
+    baseline, quantized = names
+    last = min(100, len(run.history[baseline]))
+    count = sum(x.size for x in jax.tree.leaves(run.states[baseline][0]))
+    loss = {name: float(np.mean(run.history[name][-last:])) for name in names}
+    lines = [
+        f"{count / 1e6:.2f}M parameters, {run.step} steps of {size.batch * size.context} bytes",
+        f"{'':28} {baseline:>10} {quantized:>14} {'gap':>18}",
+    ]
+    for label, values in ((f"training loss, last {last} steps", loss), ("validation loss", validation)):
+        gap = values[quantized] - values[baseline]
+        lines.append(
+            f"{label:28} {values[baseline]:10.4f} {values[quantized]:14.4f} {gap:+9.4f} ({100 * gap / values[baseline]:+.2f} %)"
+        )
+    if seconds:
+        ratio = seconds[baseline] / seconds[quantized]
+        lines.append(
+            f"{'time a step, median':28} {1e3 * seconds[baseline]:7.0f} ms {1e3 * seconds[quantized]:11.0f} ms {ratio:10.2f}x as fast"
+        )
+    return "\n".join(lines)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--recipe", choices=nvfp4.recipes.PRESETS, default="nvidia")
+    parser.add_argument("--baseline", choices=["f32", "bf16"], default="f32", help="what the linears of the other model compute in")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, help="sequences a step (default: of the size)")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/train_gpt"), help="folder for checkpoint, plot, table")
+    parser.add_argument("--restart", action="store_true", help="start anew even if --out has a checkpoint")
+    args = parser.parse_args(arguments)
+    for name, least in (("steps", 1), ("batch", 1), ("seed", 0)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            parser.error(f"argument --{name}: must be at least {least}; got {value}")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    size = SIZES[args.size]
+    if args.batch is not None:
+        size = dataclasses.replace(size, batch=args.batch)
+    names = (args.baseline, args.recipe)
+    settings = {
+        **dataclasses.asdict(size), "steps": args.steps, "recipe": args.recipe, "baseline": args.baseline, "seed": args.seed
+    }  # fmt: skip
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"train_gpt: --out must be a folder that can be written to; got {error}.")
+    checkpoint = args.out / "checkpoint.npz"
+    train, held_out = read_corpus(100 * size.context)
+
+    params = init_params(size, jax.random.key(args.seed))
+    linears = {name: linear_layers(name) for name in names}
+
+    def fresh_state() -> tuple:
+        return jax.tree.map(jnp.array, params), jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
+
+    history: dict[str, list] = {**{name: [] for name in names}, "underflow_steps": [], "underflow": []}
+    run = Run(settings, 0, {name: fresh_state() for name in names}, history)
+    if checkpoint.exists() and not args.restart:
+        run.load(checkpoint)
+        print(f"goes on with {checkpoint} at step {run.step}")
+    print(
+        f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.2f}M parameters on {train.size / 1e6:.1f} MB of the standard library: "
+        f"{args.baseline} against NVFP4, recipe {args.recipe}"
+    )
+
+    steps = {name: make_step(linears[name], size, args.steps, args.seed) for name in names}
+    underflow = make_underflow(linears[args.recipe], size, args.seed)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    stop: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: stop.append(number))
+    progress = Progress(args.steps, run.step)
+    saved = time.perf_counter()
+    stats_every = max(1, args.steps // 25)
+    try:
+        while run.step < args.steps and not stop:
+            batch = batch_at(train, size, args.seed, run.step)
+            if run.step % stats_every == 0:
+                run.history["underflow"].append(underflow(run.states[args.recipe][0], batch, run.step).tolist())
+                run.history["underflow_steps"].append(run.step)
+            for name in names:
+                start = time.perf_counter()
+                run.states[name], loss = steps[name](run.states[name], batch, run.step)
+                run.history[name].append(float(loss))
+                times[name].append(time.perf_counter() - start)
+            run.step += 1
+            losses = [run.history[name][-1] for name in names]
+            progress.show(run.step, f"{names[0]} {losses[0]:.3f}  {names[1]} {losses[1]:.3f}")
+            if not np.isfinite(losses).all():
+                sys.exit(f"\ntrain_gpt: the loss is no longer finite at step {run.step}: {dict(zip(names, losses, strict=True))}.")
+            if time.perf_counter() - saved > 30:
+                run.save(checkpoint)
+                saved = time.perf_counter()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        progress.end()
+    run.save(checkpoint)
+    plot(run, names, args.out / "loss.png")
+    if run.step < args.steps:
+        print(f"interrupted at step {run.step}: {checkpoint} and {args.out / 'loss.png'} are written; the same command goes on.")
+        return 130
+
+    evaluate = {
+        name: jax.jit(lambda p, b, f=linears[name]: loss_of(p, b, jax.random.key(0), f, size)[0]) for name in names
+    }
+    batches = [batch_at(held_out, size, 1 << 32, i) for i in range(16)]
+    validation = {name: float(np.mean([evaluate[name](run.states[name][0], b) for b in batches])) for name in names}
+    # The first steps compile.
+    seconds = {name: float(np.median(t[2:])) for name, t in times.items()} if min(map(len, times.values())) > 2 else {}
+    text = table(run, names, size, validation, seconds)
+    write_atomically(args.out / "table.txt", lambda p: p.write_text(text + "\n"))
+    print(f"\n{text}\n\nplot: {args.out / 'loss.png'}\n\nThe NVFP4 model writes:\n")
+    print(sample(run.states[args.recipe][0], linears[args.recipe], size, args.seed, b"def ", 300))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
