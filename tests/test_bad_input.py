@@ -76,7 +76,11 @@ def test_quantize_takes_two_axes_or_more(shape):
             r"key must be one key; got .*\(3,\)",
         ),
         ({"amax": jnp.ones(8)}, ValueError, r"amax must be a scalar.*; got .*\(8,\)"),
-        ({"axis": (-1, -2), "amax": (1.0, 2.0, 3.0)}, ValueError, r"amax must be .* 2 scalars.*; got "),
+        (
+            {"axis": (-1, -2), "amax": (1.0, 2.0, 3.0)},
+            ValueError,
+            r"amax must be .* 2 scalars.*; got ",
+        ),
     ],
     ids=lambda v: str(v) if isinstance(v, dict) else "",
 )

@@ -163,7 +163,10 @@ def test_hadamard(core):
     x[1000:2000] *= np.exp(rng.uniform(-30, 30, (1000, 1))).astype(F32)  # rows of their own scale
     x[2000:3000] *= np.exp(rng.uniform(-30, 30, (1000, 16))).astype(F32)
     x[3000:3016] = np.eye(16)
-    x[3016] = 0
+    x[3016:3034] = 0
+    x[3017] = -0.0
+    # Row i of H16, as signs of zeros: its transform is -0 at i (its signs make the others +0).
+    x[3018:3034] = np.copysign(0, -oracle.hadamard_matrix() * oracle.SIGNS)
     for mask in (0xD7E8, 0):
         signs = np.array([-1 if mask >> i & 1 else 1 for i in range(16)], F32)
         record = np.zeros(len(x), [("x", F32, 16), ("signs", U32)])
@@ -188,8 +191,15 @@ def test_block(core):
     record["tensor"][: len(edges)] = edges
     record["block"][: len(edges)] = edges
     record["x"][: len(edges)] = edges
-    finite = np.isfinite(record["tensor"]) & np.isfinite(record["block"])
-    record = record[finite]
+    # Blocks whose scale lies within three floats of the middle between two E4M3 numbers.
+    near = record["tensor"][n // 4 : n // 2]
+    grid = oracle.E4M3[:0x7F].astype(np.float64)
+    middle = rng.choice((grid[1:] + grid[:-1]) / 2, near.size)
+    with np.errstate(over="ignore"):
+        factor = np.minimum(F32(2688) / near, oracle.FLT_MAX) * F32(1 / 6)
+        block = (middle / factor).astype(F32).view(U32) + rng.integers(-3, 4, near.size)
+    record["block"][n // 4 : n // 2] = block.astype(U32).view(F32)
+    record = record[np.isfinite(record["tensor"]) & np.isfinite(record["block"])]
     out = np.dtype(
         [("global", F32), ("encode", F32), ("value", F32), ("scale", U32), ("code", U32)]
     )

@@ -158,6 +158,14 @@ def test_negation_negates_the_codes():
     np.testing.assert_array_equal(codes ^ 8, other)
 
 
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_zeros_keep_their_signs(variant, instruction_set):
+    x = np.copysign(np.zeros((32, 64), np.float32), normal((32, 64)))
+    x[:16, :16] = -0.0
+    x[16:, :48] = normal((16, 48)) * (normal((16, 48), seed=1) > 0)
+    assert_quantized(nvfp4.quantize(x, **variant, **key_for(variant)), expected(x, variant))
+
+
 def test_16x16_codes_of_the_transpose_are_the_transpose_of_the_codes():
     x = wide((48, 80))
     rows, columns = nvfp4.quantize(x, axis=(-1, -2), block="16x16")
