@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-
 import jax_nvfp4_ops as nvfp4
 
 # M, N, K, and the least ratio that we accept.
@@ -36,7 +35,11 @@ QUANTIZES = {
     "rows, SR": {"axis": -1, "rounding": "sr"},
     "rows, Hadamard": {"axis": -1, "hadamard": True},
     "rows + columns Hadamard": {"axis": (-1, -2), "hadamard": (False, True)},
-    "rows SR + columns SR Hadamard": {"axis": (-1, -2), "rounding": "sr", "hadamard": (False, True)},
+    "rows SR + columns SR Hadamard": {
+        "axis": (-1, -2),
+        "rounding": "sr",
+        "hadamard": (False, True),
+    },
 }
 
 
@@ -81,7 +84,9 @@ def jnp_quantize(x, *, axis, block="1x16", rounding="rne", hadamard=False, key=N
         block_amax = jnp.max(jnp.abs(m), -1, keepdims=True)
         if block == "16x16":
             tiles = block_amax.reshape(-1, 16, block_amax.shape[1], 1)
-            block_amax = jnp.broadcast_to(tiles.max(1, keepdims=True), tiles.shape).reshape(block_amax.shape)
+            block_amax = jnp.broadcast_to(tiles.max(1, keepdims=True), tiles.shape).reshape(
+                block_amax.shape
+            )
         scale = jnp.minimum(block_amax * (encode / 6), 448).astype(jnp.float8_e4m3fn)
         y = m * (encode / jnp.maximum(scale.astype(jnp.float32), 2**-9))
         magnitude = jnp.minimum(jnp.abs(y), 6)
@@ -91,10 +96,16 @@ def jnp_quantize(x, *, axis, block="1x16", rounding="rne", hadamard=False, key=N
             noise = jax.random.bits(key, m.shape, jnp.uint8).astype(jnp.float32) / 256
             code = (jnp.floor(magnitude / step + noise) + base).astype(jnp.uint8)
         else:
-            code = sum((magnitude > t).astype(jnp.uint8) for t in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
+            code = sum(
+                (magnitude > t).astype(jnp.uint8) for t in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+            )
         code = code | (jnp.signbit(y).astype(jnp.uint8) << 3)
         packed = code[..., 0::2] | code[..., 1::2] << 4
-        results += [packed.reshape(m.shape[0], -1), jax.lax.bitcast_convert_type(scale[..., 0], jnp.uint8), encode]
+        results += [
+            packed.reshape(m.shape[0], -1),
+            jax.lax.bitcast_convert_type(scale[..., 0], jnp.uint8),
+            encode,
+        ]
     return tuple(results)
 
 
@@ -107,7 +118,15 @@ def bench_matmul(repeats: int) -> list[dict]:
         w = jax.random.normal(jax.random.key(1), (n, k))
         qx, qw = nvfp4.quantize(x), nvfp4.quantize(w)
         seconds = measure({"ours": lambda: ours(qx, qw), "rival": lambda: dot(x, w)}, repeats)
-        rows.append(row(f"matmul {name}", "XLA float32 dot", seconds, bar, f"{m * n * k / seconds['ours'] * 1e-9:.0f} GMAC/s"))
+        rows.append(
+            row(
+                f"matmul {name}",
+                "XLA float32 dot",
+                seconds,
+                bar,
+                f"{m * n * k / seconds['ours'] * 1e-9:.0f} GMAC/s",
+            )
+        )
     return rows
 
 
@@ -121,14 +140,27 @@ def bench_quantize(repeats: int) -> list[dict]:
         keyed = {"key": key} if options.get("rounding") == "sr" else {}
         ours = jax.jit(lambda x, o=options, k=keyed: nvfp4.quantize(x, **o, **k))
         theirs = jax.jit(lambda x, o=options, k=keyed: jnp_quantize(x, **o, **k))
-        seconds = measure({"ours": lambda f=ours, x=x: f(x), "rival": lambda f=theirs, x=x: f(x)}, max(3, repeats // 2))
-        rows.append(row(f"quantize {name}", "jnp under jit", seconds, 15.0, f"{x.nbytes / seconds['ours'] * 1e-9:.1f} GB/s in"))
+        seconds = measure(
+            {"ours": lambda f=ours, x=x: f(x), "rival": lambda f=theirs, x=x: f(x)},
+            max(3, repeats // 2),
+        )
+        rows.append(
+            row(
+                f"quantize {name}",
+                "jnp under jit",
+                seconds,
+                15.0,
+                f"{x.nbytes / seconds['ours'] * 1e-9:.1f} GB/s in",
+            )
+        )
     return rows
 
 
 def bench_linear(repeats: int) -> list[dict]:
     t, k, n = 1024, 4096, 4096
-    x, w, g = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(((t, k), (k, n), (t, n))))
+    x, w, g = (
+        jax.random.normal(jax.random.key(i), s) for i, s in enumerate(((t, k), (k, n), (t, n)))
+    )
     key = jax.random.key(3)
 
     def step(f):
@@ -141,7 +173,15 @@ def bench_linear(repeats: int) -> list[dict]:
     ours = step(lambda x, w: nvfp4.matmul(x, w, key=key))
     theirs = step(jnp.dot)
     seconds = measure({"ours": lambda: ours(x, w, g), "rival": lambda: theirs(x, w, g)}, repeats)
-    return [row(f"Linear {t} x {k} x {n}, forward + backward", "the same in float32", seconds, 1.0, "NVIDIA recipe")]
+    return [
+        row(
+            f"Linear {t} x {k} x {n}, forward + backward",
+            "the same in float32",
+            seconds,
+            1.0,
+            "NVIDIA recipe",
+        )
+    ]
 
 
 def row(name: str, rival: str, seconds: dict[str, float], bar: float | None, note: str) -> dict:

@@ -1,4 +1,5 @@
-// csrc/ffi.h: what the FFI handlers share: shapes and messages, buffers as raw memory, XLA's thread pool as Parallel.
+// csrc/ffi.h: what the FFI handlers share: shapes and messages, buffers as raw memory, XLA's thread
+// pool as Parallel.
 #pragma once
 
 #include <algorithm>
@@ -24,9 +25,11 @@ inline std::string ToString(ffi::AnyBuffer::Dimensions shape) {
   return text + ")";
 }
 
-// The checks of a handler. Shapes and types were checked while tracing, with a message for the user; a handler checks again
-// only what keeps its memory accesses inside of the buffers.
-inline ffi::Unexpected<ffi::Error> Invalid(const std::string& what) { return ffi::Unexpected(ffi::Error::InvalidArgument(what)); }
+// The checks of a handler. Shapes and types were checked while tracing, with a message for the
+// user; a handler checks again only what keeps its memory accesses inside of the buffers.
+inline ffi::Unexpected<ffi::Error> Invalid(const std::string& what) {
+  return ffi::Unexpected(ffi::Error::InvalidArgument(what));
+}
 
 inline int64_t Product(ffi::AnyBuffer::Dimensions shape, size_t first, size_t last) {
   int64_t product = 1;
@@ -51,7 +54,8 @@ inline std::optional<FloatType> FloatTypeOf(ffi::DataType type) {
   }
 }
 
-// Takes the buffers that a handler's attributes say there are from XLA's lists, checking type and number of elements.
+// Takes the buffers that a handler's attributes say there are from XLA's lists, checking type and
+// number of elements.
 class BufferReader {
  public:
   explicit BufferReader(ffi::RemainingRets rets) : rets_(rets) {}
@@ -74,7 +78,8 @@ class BufferReader {
 
  private:
   void* Take(const ffi::AnyBuffer* buffer, ffi::DataType type, int64_t size) {
-    if (buffer == nullptr || buffer->element_type() != type || ElementsOf(*buffer) != size) ok_ = false;
+    if (buffer == nullptr || buffer->element_type() != type || ElementsOf(*buffer) != size)
+      ok_ = false;
     return ok_ ? buffer->untyped_data() : nullptr;
   }
 
@@ -84,11 +89,13 @@ class BufferReader {
   bool ok_ = true;
 };
 
-// Tasks on XLA's own threads. The caller works too, and waits only for tasks that a thread has begun: a thread that comes late,
-// or never, finds nothing left. So it can not deadlock when the caller is itself one of the pool's threads.
+// Tasks on XLA's own threads. The caller works too, and waits only for tasks that a thread has
+// begun: a thread that comes late, or never, finds nothing left. So it can not deadlock when the
+// caller is itself one of the pool's threads.
 class XlaParallel final : public Parallel {
  public:
-  explicit XlaParallel(ffi::ThreadPool pool) : pool_(pool), threads_(static_cast<int>(pool.num_threads())) {}
+  explicit XlaParallel(ffi::ThreadPool pool)
+      : pool_(pool), threads_(static_cast<int>(pool.num_threads())) {}
 
   int threads() const override { return threads_ < 1 ? 1 : threads_; }
 

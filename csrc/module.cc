@@ -1,4 +1,5 @@
-// csrc/module.cc: the Python module `_native`: the FFI targets of each platform, and the CPU's instruction set.
+// csrc/module.cc: the Python module `_native`: the FFI targets of each platform, and the CPU's
+// instruction set.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
@@ -21,9 +22,12 @@ namespace {
 
 using Targets = std::map<std::string, nb::capsule>;
 
-nb::capsule Handler(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
+nb::capsule Handler(XLA_FFI_Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
 
-// The version in a name changes with the operands: programs in a compilation cache do not see this library change.
+// The version in a name changes with the operands: programs in a compilation cache do not see this
+// library change.
 std::map<std::string, Targets> RegistrationsByPlatform() {
   return {{"cpu",
            {
@@ -48,9 +52,11 @@ std::string SelectInstructionSet(const std::string& name) {
       return previous;
     }
   std::string available;
-  for (Isa isa : AvailableIsas()) available += (available.empty() ? "" : ", ") + std::string(Name(isa));
+  for (Isa isa : AvailableIsas())
+    available += (available.empty() ? "" : ", ") + std::string(Name(isa));
   throw nb::value_error(
-      ("select_instruction_set: name must be one of " + available + "; got '" + name + "'").c_str());
+      ("select_instruction_set: name must be one of " + available + "; got '" + name + "'")
+          .c_str());
 }
 
 }  // namespace
@@ -58,11 +64,14 @@ std::string SelectInstructionSet(const std::string& name) {
 NB_MODULE(_native, m) {
   m.doc() = "The compiled half of jax_nvfp4_ops.";
   m.def("registrations", RegistrationsByPlatform, "FFI handlers by platform, then by target name.");
-  m.def("xla_ffi_version", [] { return std::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
-        "Version of the XLA FFI that this module was built with.");
-  m.def("instruction_sets", InstructionSets, "Instruction sets that the CPU backend can use here, best first.");
+  m.def(
+      "xla_ffi_version", [] { return std::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
+      "Version of the XLA FFI that this module was built with.");
+  m.def("instruction_sets", InstructionSets,
+        "Instruction sets that the CPU backend can use here, best first.");
   m.def("select_instruction_set", SelectInstructionSet, nb::arg("name"),
-        "Makes the CPU backend of this process use an instruction set, and returns the name of the one before. "
+        "Makes the CPU backend of this process use an instruction set, and returns the name of the "
+        "one before. "
         "All give the same bits.");
 }
 

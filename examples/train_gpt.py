@@ -23,9 +23,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-
 import jax_nvfp4_ops as nvfp4
+import numpy as np
 
 VOCABULARY = 256  # bytes
 Params = dict[str, Any]
@@ -54,14 +53,18 @@ SIZES = {
 def read_corpus(minimum: int) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of the standard library's sources in the order of their names: training, and every tenth file for validation."""
     folder = pathlib.Path(sysconfig.get_path("stdlib"))
-    files = sorted(p for p in folder.rglob("*.py") if "site-packages" not in p.parts and "test" not in p.parts)
+    files = sorted(
+        p for p in folder.rglob("*.py") if "site-packages" not in p.parts and "test" not in p.parts
+    )
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for i, path in enumerate(files):
         parts[i % 10 == 9].append(path.read_bytes())
     train, validation = (np.frombuffer(b"".join(p), np.uint8) for p in parts)
     for name, data in (("training", train), ("validation", validation)):
         if data.size < minimum:
-            sys.exit(f"train_gpt: the standard library at {folder} must have {minimum} bytes for {name}; got {data.size}.")
+            sys.exit(
+                f"train_gpt: the standard library at {folder} must have {minimum} bytes for {name}; got {data.size}."
+            )
     return train, validation
 
 
@@ -82,7 +85,9 @@ def linear_layers(kind: str) -> Linear:
         recipe = nvfp4.recipes.PRESETS[kind]
 
         def linear(x: jax.Array, w: jax.Array, key: jax.Array) -> jax.Array:
-            return nvfp4.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), recipe=recipe, key=key)
+            return nvfp4.dot_general(
+                x, w, (((x.ndim - 1,), (0,)), ((), ())), recipe=recipe, key=key
+            )
 
         return linear
     dtype = {"f32": jnp.float32, "bf16": jnp.bfloat16}[kind]
@@ -129,7 +134,12 @@ def attention(qkv: jax.Array, heads: int) -> jax.Array:
 
 
 def forward(
-    params: Params, tokens: jax.Array, key: jax.Array, linear: Linear, size: Size, probe: jax.Array | None = None
+    params: Params,
+    tokens: jax.Array,
+    key: jax.Array,
+    linear: Linear,
+    size: Size,
+    probe: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Logits[B, T, 256]; and the input of the last block's first MLP layer, to whose result `probe` is added."""
     x = params["embedding"][tokens] + params["position"][: tokens.shape[1]]
@@ -145,7 +155,9 @@ def forward(
     return rms_norm(x, params["norm"]) @ params["head"], watched
 
 
-def loss_of(params: Params, batch: jax.Array, key: jax.Array, linear: Linear, size: Size, probe: Any = None) -> tuple:
+def loss_of(
+    params: Params, batch: jax.Array, key: jax.Array, linear: Linear, size: Size, probe: Any = None
+) -> tuple:
     logits, watched = forward(params, batch[:, :-1], key, linear, size, probe)
     log_p = jax.nn.log_softmax(logits)
     return -jnp.mean(jnp.take_along_axis(log_p, batch[:, 1:, None], -1)), watched
@@ -166,7 +178,9 @@ def make_step(linear: Linear, size: Size, steps: int, seed: int) -> Callable:
     def train_step(state: tuple, batch: jax.Array, step: jax.Array) -> tuple:
         params, m, v = state
         key = jax.random.fold_in(jax.random.key(seed), step)
-        (loss, _), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch, key, linear, size)
+        (loss, _), grads = jax.value_and_grad(loss_of, has_aux=True)(
+            params, batch, key, linear, size
+        )
         norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / norm), grads)
         m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, grads)
@@ -219,7 +233,11 @@ class Run:
     history: dict[str, list]
 
     def save(self, path: pathlib.Path) -> None:
-        leaves = {f"{name}/{i}": np.asarray(x) for name, s in self.states.items() for i, x in enumerate(jax.tree.leaves(s))}
+        leaves = {
+            f"{name}/{i}": np.asarray(x)
+            for name, s in self.states.items()
+            for i, x in enumerate(jax.tree.leaves(s))
+        }
         meta = json.dumps({"settings": self.settings, "step": self.step, "history": self.history})
         write_atomically(path, lambda p: np.savez(p, meta=np.array(meta), **leaves))
 
@@ -230,7 +248,9 @@ class Run:
                 meta = json.loads(str(file["meta"]))
                 leaves = {k: file[k] for k in file.files if k != "meta"}
         except (OSError, ValueError, KeyError) as error:
-            sys.exit(f"train_gpt: {path} must be a checkpoint of this program; got {error!r}. Pass --restart, or another --out.")
+            sys.exit(
+                f"train_gpt: {path} must be a checkpoint of this program; got {error!r}. Pass --restart, or another --out."
+            )
         if meta["settings"] != self.settings:
             different = [k for k in self.settings if meta["settings"].get(k) != self.settings[k]]
             sys.exit(
@@ -241,7 +261,9 @@ class Run:
         for name, state in self.states.items():
             structure = jax.tree.structure(state)
             count = structure.num_leaves
-            self.states[name] = jax.tree.unflatten(structure, [jnp.asarray(leaves[f"{name}/{i}"]) for i in range(count)])
+            self.states[name] = jax.tree.unflatten(
+                structure, [jnp.asarray(leaves[f"{name}/{i}"]) for i in range(count)]
+            )
 
 
 def smooth(values: list[float], width: int) -> np.ndarray:
@@ -269,8 +291,15 @@ def plot(run: Run, names: tuple[str, str], path: pathlib.Path) -> None:
     axes[1].axhline(0, color="gray", linewidth=0.8)
     axes[1].set(title=f"gap, {quantized} - {baseline}", xlabel="step", ylabel="nats a byte")
     for i, tensor in enumerate(("x", "w", "g")):
-        axes[2].plot(history["underflow_steps"], [100 * u[i] for u in history["underflow"]], label=tensor)
-    axes[2].set(title="not 0, but 0 in NVFP4 (last block, MLP)", xlabel="step", ylabel="% of the values", ylim=(0, None))
+        axes[2].plot(
+            history["underflow_steps"], [100 * u[i] for u in history["underflow"]], label=tensor
+        )
+    axes[2].set(
+        title="not 0, but 0 in NVFP4 (last block, MLP)",
+        xlabel="step",
+        ylabel="% of the values",
+        ylim=(0, None),
+    )
     axes[2].legend()
     write_atomically(path, lambda p: figure.savefig(p, dpi=110))
     pyplot.close(figure)
@@ -291,9 +320,15 @@ class Progress:
         left = elapsed / max(1, done - self.first) * (self.total - done)
         if self.terminal:
             filled = 30 * done // self.total
-            print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {done}/{self.total}  {text}  {left:4.0f} s left ", end="", flush=True)
+            print(
+                f"\r[{'#' * filled}{'.' * (30 - filled)}] {done}/{self.total}  {text}  {left:4.0f} s left ",
+                end="",
+                flush=True,
+            )
         elif done == self.total or done % max(1, self.total // 10) == 0:
-            print(f"step {done}/{self.total}  {text}  {elapsed:.0f} s, {left:.0f} s left", flush=True)
+            print(
+                f"step {done}/{self.total}  {text}  {elapsed:.0f} s, {left:.0f} s left", flush=True
+            )
 
     def end(self) -> None:
         if self.terminal:
@@ -317,7 +352,13 @@ def sample(params: Params, linear: Linear, size: Size, seed: int, prompt: bytes,
     return bytes(text).decode("utf-8", "replace")
 
 
-def table(run: Run, names: tuple[str, str], size: Size, validation: dict[str, float], seconds: dict[str, float]) -> str:
+def table(
+    run: Run,
+    names: tuple[str, str],
+    size: Size,
+    validation: dict[str, float],
+    seconds: dict[str, float],
+) -> str:
     baseline, quantized = names
     last = min(100, len(run.history[baseline]))
     count = sum(x.size for x in jax.tree.leaves(run.states[baseline][0]))
@@ -326,7 +367,10 @@ def table(run: Run, names: tuple[str, str], size: Size, validation: dict[str, fl
         f"{count / 1e6:.2f}M parameters, {run.step} steps of {size.batch * size.context} bytes",
         f"{'':28} {baseline:>10} {quantized:>14} {'gap':>18}",
     ]
-    for label, values in ((f"training loss, last {last} steps", loss), ("validation loss", validation)):
+    for label, values in (
+        (f"training loss, last {last} steps", loss),
+        ("validation loss", validation),
+    ):
         gap = values[quantized] - values[baseline]
         lines.append(
             f"{label:28} {values[baseline]:10.4f} {values[quantized]:14.4f} {gap:+9.4f} ({100 * gap / values[baseline]:+.2f} %)"
@@ -344,11 +388,23 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--recipe", choices=nvfp4.recipes.PRESETS, default="nvidia")
-    parser.add_argument("--baseline", choices=["f32", "bf16"], default="f32", help="what the linears of the other model compute in")
+    parser.add_argument(
+        "--baseline",
+        choices=["f32", "bf16"],
+        default="f32",
+        help="what the linears of the other model compute in",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, help="sequences a step (default: of the size)")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/train_gpt"), help="folder for checkpoint, plot, table")
-    parser.add_argument("--restart", action="store_true", help="start anew even if --out has a checkpoint")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("runs/train_gpt"),
+        help="folder for checkpoint, plot, table",
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="start anew even if --out has a checkpoint"
+    )
     args = parser.parse_args(arguments)
     for name, least in (("steps", 1), ("batch", 1), ("seed", 0)):
         value = getattr(args, name)
@@ -377,9 +433,17 @@ def main(arguments: list[str] | None = None) -> int:
     linears = {name: linear_layers(name) for name in names}
 
     def fresh_state() -> tuple:
-        return jax.tree.map(jnp.array, params), jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
+        return (
+            jax.tree.map(jnp.array, params),
+            jax.tree.map(jnp.zeros_like, params),
+            jax.tree.map(jnp.zeros_like, params),
+        )
 
-    history: dict[str, list] = {**{name: [] for name in names}, "underflow_steps": [], "underflow": []}
+    history: dict[str, list] = {
+        **{name: [] for name in names},
+        "underflow_steps": [],
+        "underflow": [],
+    }
     run = Run(settings, 0, {name: fresh_state() for name in names}, history)
     if checkpoint.exists() and not args.restart:
         run.load(checkpoint)
@@ -401,7 +465,9 @@ def main(arguments: list[str] | None = None) -> int:
         while run.step < args.steps and not stop:
             batch = batch_at(train, size, args.seed, run.step)
             if run.step % stats_every == 0:
-                run.history["underflow"].append(underflow(run.states[args.recipe][0], batch, run.step).tolist())
+                run.history["underflow"].append(
+                    underflow(run.states[args.recipe][0], batch, run.step).tolist()
+                )
                 run.history["underflow_steps"].append(run.step)
             for name in names:
                 start = time.perf_counter()
@@ -412,7 +478,9 @@ def main(arguments: list[str] | None = None) -> int:
             losses = [run.history[name][-1] for name in names]
             progress.show(run.step, f"{names[0]} {losses[0]:.3f}  {names[1]} {losses[1]:.3f}")
             if not np.isfinite(losses).all():
-                sys.exit(f"\ntrain_gpt: the loss is no longer finite at step {run.step}: {dict(zip(names, losses, strict=True))}.")
+                sys.exit(
+                    f"\ntrain_gpt: the loss is no longer finite at step {run.step}: {dict(zip(names, losses, strict=True))}."
+                )
             if time.perf_counter() - saved > 30:
                 run.save(checkpoint)
                 saved = time.perf_counter()
@@ -422,16 +490,26 @@ def main(arguments: list[str] | None = None) -> int:
     run.save(checkpoint)
     plot(run, names, args.out / "loss.png")
     if run.step < args.steps:
-        print(f"interrupted at step {run.step}: {checkpoint} and {args.out / 'loss.png'} are written; the same command goes on.")
+        print(
+            f"interrupted at step {run.step}: {checkpoint} and {args.out / 'loss.png'} are written; the same command goes on."
+        )
         return 130
 
     evaluate = {
-        name: jax.jit(lambda p, b, f=linears[name]: loss_of(p, b, jax.random.key(0), f, size)[0]) for name in names
+        name: jax.jit(lambda p, b, f=linears[name]: loss_of(p, b, jax.random.key(0), f, size)[0])
+        for name in names
     }
     batches = [batch_at(held_out, size, 1 << 32, i) for i in range(16)]
-    validation = {name: float(np.mean([evaluate[name](run.states[name][0], b) for b in batches])) for name in names}
+    validation = {
+        name: float(np.mean([evaluate[name](run.states[name][0], b) for b in batches]))
+        for name in names
+    }
     # The first steps compile.
-    seconds = {name: float(np.median(t[2:])) for name, t in times.items()} if min(map(len, times.values())) > 2 else {}
+    seconds = (
+        {name: float(np.median(t[2:])) for name, t in times.items()}
+        if min(map(len, times.values())) > 2
+        else {}
+    )
     text = table(run, names, size, validation, seconds)
     write_atomically(args.out / "table.txt", lambda p: p.write_text(text + "\n"))
     print(f"\n{text}\n\nplot: {args.out / 'loss.png'}\n\nThe NVFP4 model writes:\n")

@@ -8,12 +8,16 @@ from __future__ import annotations
 import platform
 import subprocess
 
+import native
 import pytest
 
-import native
-
 X86 = platform.machine() in ("x86_64", "AMD64")
-COMMON = ["tests/cpp/gemm_test.cc", "csrc/ops/matmul_cpu.cc", "csrc/cpu/isa.cc", "csrc/cpu/gemm_portable.cc"]
+COMMON = [
+    "tests/cpp/gemm_test.cc",
+    "csrc/ops/matmul_cpu.cc",
+    "csrc/cpu/isa.cc",
+    "csrc/cpu/gemm_portable.cc",
+]
 X86_ONLY = ["csrc/cpu/gemm_avx2.cc", "csrc/cpu/gemm_avxvnni.cc", "csrc/cpu/gemm_avx512vnni.cc"]
 
 
@@ -51,10 +55,23 @@ def test_neon_has_the_bits_of_a_plain_loop(tmp_path):
 @pytest.mark.skipif(not X86, reason="compiles for x86-64")
 @pytest.mark.parametrize("unit", ["avxvnni", "avx512vnni"])
 def test_vnni_units_use_the_instruction_when_not_emulated(tmp_path, unit):
-    flags = {"avxvnni": ["-mavxvnni"], "avx512vnni": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"]}[unit]
+    flags = {
+        "avxvnni": ["-mavxvnni"],
+        "avx512vnni": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"],
+    }[unit]
     to = tmp_path / "unit.s"
-    command = ["g++", "-std=c++17", "-O3", "-ffp-contract=off", *native.ISA_FLAGS["_avx2"], *flags, f"-I{native.ROOT / 'csrc'}"]
-    subprocess.run([*command, "-S", str(native.ROOT / f"csrc/cpu/gemm_{unit}.cc"), "-o", str(to)], check=True)
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O3",
+        "-ffp-contract=off",
+        *native.ISA_FLAGS["_avx2"],
+        *flags,
+        f"-I{native.ROOT / 'csrc'}",
+    ]
+    subprocess.run(
+        [*command, "-S", str(native.ROOT / f"csrc/cpu/gemm_{unit}.cc"), "-o", str(to)], check=True
+    )
     text = to.read_text()
     assert text.count("vpdpbusd") > 100
     # Sums of a tile of six rows stay in registers.

@@ -155,3 +155,102 @@ def test_empty_axes(m_n_k):
         for got, shape in ((y, (m, n)), (dx, (m, k)), (dw, (k, n))):
             assert got.shape == shape
             assert not np.asarray(got).any()
+
+
+# --- what is linear in its operands --------------------------------------------------------------
+
+
+def quantized(leaves, like):
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+@pytest.mark.parametrize("lead", [(), (3,)], ids=str)
+def test_matmul_is_linear_in_scales_bias_and_accumulate(lead):
+    qa, qb = (jax.vmap(nvfp4.quantize) if lead else nvfp4.quantize for _ in "ab")
+    qa, qb = qa(normal((*lead, 6, 40))), qb(normal((*lead, 5, 40), seed=1))
+    bias, accumulate = normal((5,), seed=2), normal((*lead, 6, 5), seed=3)
+    weight = normal((*lead, 6, 5), seed=4)
+
+    def f(a, b, bias, accumulate):
+        x = quantized((qa.packed, qa.scales, a), qa)
+        w = quantized((qb.packed, qb.scales, b), qb)
+        y = nvfp4.matmul(x, w, out_dtype=jnp.float32, bias=bias, accumulate=accumulate)
+        return jnp.sum(y * weight)
+
+    args = qa.global_scale, qb.global_scale, jnp.asarray(bias), jnp.asarray(accumulate)
+    da, db, dbias, daccumulate = jax.grad(f, (0, 1, 2, 3))(*args)
+    product = np.asarray(nvfp4.matmul(qa, qb, out_dtype=jnp.float32), np.float64)
+    total = (product * weight).sum((-1, -2))
+    np.testing.assert_allclose(da, total / np.asarray(args[0]), rtol=1e-5)
+    np.testing.assert_allclose(db, total / np.asarray(args[1]), rtol=1e-5)
+    np.testing.assert_allclose(dbias, weight.reshape(-1, 5).sum(0), rtol=1e-5)
+    assert_same_bits(daccumulate, weight)
+    # Forward mode gives the same directional derivative.
+    tangents = jax.tree.map(lambda x: jnp.ones_like(x) * 0.5, args)
+    _, forward = jax.jvp(f, args, tangents)
+    backward = sum(np.sum(np.asarray(d) * 0.5) for d in (da, db, dbias, daccumulate))
+    assert float(forward) == pytest.approx(float(backward), rel=1e-5)
+
+
+def test_dequantize_is_linear_in_the_global_scale():
+    q = jax.vmap(nvfp4.quantize)(normal((3, 6, 40)))
+    weight = normal((3, 6, 40), seed=1)
+
+    def f(scale):
+        x = quantized((q.packed, q.scales, scale), q).dequantize(jnp.float32)
+        return jnp.sum(x * weight)
+
+    values = np.asarray(q.dequantize(), np.float64)
+    want = (values * weight).sum((-1, -2)) / np.asarray(q.global_scale)
+    np.testing.assert_allclose(jax.grad(f)(q.global_scale), want, rtol=1e-5)
+
+
+# --- fake_quantize and quantize_weight -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_fake_quantize_rounds_and_passes_gradients_through(axis):
+    x = wide((20, 48), BF16)
+    y, pull = jax.vjp(lambda x: nvfp4.fake_quantize(x, axis=axis, block="16x16"), x)
+    want = oracle.dequantize(oracle.quantize(x, axis=axis, block="16x16"), BF16)
+    assert_same_bits(y, want if axis == -1 else want.T)
+    g = wide((20, 48), BF16, 1)
+    assert_same_bits(pull(jnp.asarray(g))[0], g)
+    x = jnp.asarray(x)
+    f = jax.jit(jax.vmap(lambda x, key: nvfp4.fake_quantize(x, rounding="sr", key=key)))
+    keys = jax.random.split(KEY, 2)
+    got = f(jnp.stack([x, x]), keys)
+    for i in range(2):
+        assert_same_bits(got[i], nvfp4.fake_quantize(x, rounding="sr", key=keys[i]))
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=str)
+def test_a_weight_that_is_quantized_before_gives_the_same_bits(recipe):
+    x, w, g = wide((33, 48), BF16), wide((48, 17), BF16, 1), wide((33, 17), BF16, 2)
+    key = KEY if recipe.needs_key else None
+    weight = nvfp4.quantize_weight(w, recipe=recipe)
+
+    def f(x, w):
+        return nvfp4.dot_general(x, w, MATRIX, recipe=recipe, key=key)
+
+    y, pull = jax.vjp(lambda x: f(x, weight), x)
+    want, both = jax.vjp(f, x, w)
+    assert_same_bits(y, want)
+    assert_same_bits(pull(jnp.asarray(g))[0], both(jnp.asarray(g))[0])
+    assert_same_bits(jax.jit(f)(x, weight), want)
+    forward = nvfp4.quantize_weight(w, recipe=recipe, backward=False)
+    assert_same_bits(f(x, forward), want)
+    if recipe.backward == "nvfp4":
+        with pytest.raises(ValueError, match=r"dot_general: w must be quantized for the backward"):
+            jax.grad(lambda x: jnp.sum(f(x, forward)))(x)
+
+
+def test_a_quantized_weight_for_another_product_is_an_error():
+    x, w = wide((33, 48)), wide((17, 48), seed=1)
+    weight = nvfp4.quantize_weight(w, contracting=1)
+    y = nvfp4.dot_general(x, weight, (((1,), (1,)), ((), ())), recipe=nvfp4.recipes.NVIDIA)
+    assert_same_bits(y, nvfp4.einsum("tk,nk->tn", x, w, recipe=nvfp4.recipes.NVIDIA))
+    with pytest.raises(
+        ValueError, match=r"dot_general: w was quantized for contracting axes \(1,\)"
+    ):
+        nvfp4.dot_general(x.T[:17].T, weight, MATRIX, recipe=nvfp4.recipes.NVIDIA)

@@ -6,7 +6,6 @@ import pathlib
 import shutil
 
 import pytest
-
 from jax_nvfp4_ops import _native
 
 pytest.importorskip("pybind11_stubgen", reason="needs the dev extra")

@@ -94,7 +94,9 @@ def requirements(extras: tuple[str, ...]) -> list[str]:
 
 def make_venv(python: str | None, extras: tuple[str, ...]) -> str:
     """Makes .venv, or brings it up to date, and returns its Python's version."""
-    marker = VENV / "dev.json"  # what was installed; absent from an environment that was left half made
+    marker = (
+        VENV / "dev.json"
+    )  # what was installed; absent from an environment that was left half made
     known = json.loads(marker.read_text()) if marker.exists() else None
     version = version_of(python or (sys.executable if known is None else BIN / "python"))
     if known is None or known["python"] != version:
@@ -125,7 +127,9 @@ def build(version: str) -> None:
     marker = folder / "configured.json"
     if not marker.exists() or json.loads(marker.read_text()) != configure:
         if not any(map(shutil.which, [os.environ.get("CXX", "c++"), "g++", "clang++"])):
-            sys.exit("dev.py: there is no C++ compiler; install one (Debian: g++), or name it in CXX")
+            sys.exit(
+                "dev.py: there is no C++ compiler; install one (Debian: g++), or name it in CXX"
+            )
         say(f"configuring {folder.relative_to(ROOT)}")
         shutil.rmtree(folder, ignore_errors=True)
         must(*configure)
@@ -181,7 +185,9 @@ def wheel(arguments: argparse.Namespace) -> int:
     make_venv(arguments.python, ("dev",))
     for stale in (ROOT / "build").glob("lib.*"):  # setuptools would pack a module deleted since
         shutil.rmtree(stale)
-    return run(BIN / "python", "-m", "pip", "wheel", "--no-deps", "-w", "dist", *arguments.rest, ".")
+    return run(
+        BIN / "python", "-m", "pip", "wheel", "--no-deps", "-w", "dist", *arguments.rest, "."
+    )
 
 
 def stubs(arguments: argparse.Namespace) -> int:

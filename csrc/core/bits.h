@@ -20,7 +20,8 @@ NVFP4_HD float FloatOf(uint32_t u) {
   return x;
 }
 
-// The magnitude of x. As an unsigned integer it orders like the float does, with Inf and then NaN above all numbers.
+// The magnitude of x. As an unsigned integer it orders like the float does, with Inf and then NaN
+// above all numbers.
 NVFP4_HD uint32_t MagnitudeBits(float x) { return BitsOf(x) & 0x7FFFFFFFu; }
 
 NVFP4_HD float Magnitude(float x) { return FloatOf(MagnitudeBits(x)); }

@@ -1,4 +1,5 @@
-// csrc/core/block.h: one NVFP4 block, 16 values along K that share an E4M3 scale: scale factors, codes, and back (docs/numerics.md).
+// csrc/core/block.h: one NVFP4 block, 16 values along K that share an E4M3 scale: scale factors,
+// codes, and back (docs/numerics.md).
 #pragma once
 
 #include "core/e2m1.h"
@@ -27,7 +28,8 @@ NVFP4_HD TensorScale TensorScaleOf(float amax) {
   return TensorScale{finite ? decode : FloatOf(0x7FC00000u), encode * (1.0f / 6.0f), decode};
 }
 
-// The scale byte of a block. `amax` is that of the block; a NaN saturates, so that NaN is never written.
+// The scale byte of a block. `amax` is that of the block; a NaN saturates, so that NaN is never
+// written.
 NVFP4_HD uint8_t BlockScale(float amax, const TensorScale& tensor) {
   const float scale = amax * tensor.block_factor;
   return EncodeE4M3(scale < kE4M3Max ? scale : kE4M3Max);

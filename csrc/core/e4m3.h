@@ -21,7 +21,8 @@ NVFP4_HD uint8_t EncodeE4M3(float x) {
   if (a >= kE4M3Max) return static_cast<uint8_t>(sign | 0x7E);
   uint32_t code;
   if (a < 0.015625f) {
-    // Below 2^-6 the step is 2^-9. Adding 2^14, whose own step that is, leaves the rounded count of steps in the low bits.
+    // Below 2^-6 the step is 2^-9. Adding 2^14, whose own step that is, leaves the rounded count of
+    // steps in the low bits.
     code = BitsOf(a + 16384.0f) - BitsOf(16384.0f);
   } else {
     // RNE at bit 20 (23 - 3 mantissa bits), then the bias from 127 to 7.
@@ -33,7 +34,8 @@ NVFP4_HD uint8_t EncodeE4M3(float x) {
 NVFP4_HD float DecodeE4M3(uint8_t code) {
   const uint32_t exponent = code >> 3 & 15, mantissa = code & 7;
   if (exponent == 15 && mantissa == 7) return FloatOf(0x7FC00000u);
-  const float a = exponent == 0 ? static_cast<float>(mantissa) * 0.001953125f : FloatOf((exponent + 120) << 23 | mantissa << 20);
+  const float a = exponent == 0 ? static_cast<float>(mantissa) * 0.001953125f
+                                : FloatOf((exponent + 120) << 23 | mantissa << 20);
   return (code & 0x80) != 0 ? -a : a;
 }
 

@@ -32,10 +32,12 @@ NVFP4_HD uint16_t F16Of(float x) {
   } else if (magnitude >= 0x47800000u) {  // 65536 and above
     bits = 0x7C00u;
   } else if (magnitude < 0x38800000u) {
-    // Below 2^-14 the step is 2^-24. Adding 0.5, whose own step that is, leaves the rounded count of steps in the low bits.
+    // Below 2^-14 the step is 2^-24. Adding 0.5, whose own step that is, leaves the rounded count
+    // of steps in the low bits.
     bits = BitsOf(FloatOf(magnitude) + 0.5f) - BitsOf(0.5f);
   } else {
-    // RNE at bit 13 (23 - 10 mantissa bits), then the bias from 127 to 15. A carry out of 65504 gives Inf by itself.
+    // RNE at bit 13 (23 - 10 mantissa bits), then the bias from 127 to 15. A carry out of 65504
+    // gives Inf by itself.
     bits = (magnitude + 0xFFFu + (magnitude >> 13 & 1) - ((127 - 15) << 23)) >> 13;
   }
   return static_cast<uint16_t>(sign | bits);

@@ -1,4 +1,5 @@
-// csrc/core/philox.h: Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+// csrc/core/philox.h: Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random
+// numbers: as easy as 1, 2, 3" (2011).
 #pragma once
 
 #include "core/bits.h"

@@ -1,7 +1,9 @@
-// csrc/cpu/gemm_avx2.cc: matmul with AVX2: products of unsigned and signed bytes, and a block's sum in 16-bit lanes.
+// csrc/cpu/gemm_avx2.cc: matmul with AVX2: products of unsigned and signed bytes, and a block's sum
+// in 16-bit lanes.
 //
-// A lane is a column of the result, so that a block ends with an unpack and a conversion, which other execution ports take than
-// the multiplier. Bytes of a are stored with 12 added, to be unsigned; a block starts at -12 times the sum of b, which takes it back.
+// A lane is a column of the result, so that a block ends with an unpack and a conversion, which
+// other execution ports take than the multiplier. Bytes of a are stored with 12 added, to be
+// unsigned; a block starts at -12 times the sum of b, which takes it back.
 #include <immintrin.h>
 
 #include <cstring>
@@ -16,8 +18,9 @@ using Floats = __m256;
 
 constexpr int kRows = 6, kColumns = 32, kPairs = kBlock / 2;
 
-// One packed block of 32 columns. A row's 8 bytes of codes are four words of four codes; pair 2i has the codes of word i's low
-// nibbles, pair 2i + 1 those of its high ones. The order within a block is free, as a is packed in the same one.
+// One packed block of 32 columns. A row's 8 bytes of codes are four words of four codes; pair 2i
+// has the codes of word i's low nibbles, pair 2i + 1 those of its high ones. The order within a
+// block is free, as a is packed in the same one.
 struct BBlock {
   int16_t start[2][16];
   int8_t pair[kPairs][2][16][2];  // [pair][half of the columns][lane][code]
@@ -25,7 +28,8 @@ struct BBlock {
 };
 static_assert(sizeof(BBlock) % 64 == 0);
 
-// Column of a lane in its half: unpacking the lower and upper lanes then gives columns 0..7 and 8..15.
+// Column of a lane in its half: unpacking the lower and upper lanes then gives columns 0..7
+// and 8..15.
 constexpr int kColumnOfLane[16] = {0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15};
 
 // A packed block of a: u8[8 pairs][rows][2], then float scale[rows].
@@ -46,24 +50,31 @@ Ints Broadcast32(const void* p) {
   return _mm256_set1_epi32(v);
 }
 
-Ints Join(__m128i low, __m128i high) { return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1); }
+Ints Join(__m128i low, __m128i high) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
 
-Ints TwiceTable() { return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kTwiceE2M1))); }
+Ints TwiceTable() {
+  return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kTwiceE2M1)));
+}
 
 // E4M3 codes in 32-bit lanes to float32, without ever holding a float32 subnormal.
 Floats ScalesOf(Ints codes) {
   const Ints normal = _mm256_add_epi32(_mm256_slli_epi32(codes, 20), _mm256_set1_epi32(120 << 23));
   const Floats subnormal = _mm256_mul_ps(_mm256_cvtepi32_ps(codes), _mm256_set1_ps(0x1p-9f));
   const Ints is_subnormal = _mm256_cmpgt_epi32(_mm256_set1_epi32(8), codes);
-  return _mm256_blendv_ps(_mm256_castsi256_ps(normal), subnormal, _mm256_castsi256_ps(is_subnormal));
+  return _mm256_blendv_ps(_mm256_castsi256_ps(normal), subnormal,
+                          _mm256_castsi256_ps(is_subnormal));
 }
 
 // Scales of block `block` of four in 32-bit lanes of four bytes.
 Floats ScalesOf(Ints four, int block) {
-  return ScalesOf(_mm256_and_si256(_mm256_srl_epi32(four, _mm_cvtsi32_si128(8 * block)), _mm256_set1_epi32(0xFF)));
+  return ScalesOf(_mm256_and_si256(_mm256_srl_epi32(four, _mm_cvtsi32_si128(8 * block)),
+                                   _mm256_set1_epi32(0xFF)));
 }
 
-// Keeps the compiler from rearranging the sums of all rows into trees that do not fit the registers.
+// Keeps the compiler from rearranging the sums of all rows into trees that do not fit the
+// registers.
 inline void Pin(Ints& v) { asm("" : "+x"(v)); }
 
 template <int kHeight>
@@ -79,22 +90,27 @@ void TileOf(int64_t blocks, const uint8_t* a, const uint8_t* b, float* acc) {
 #pragma GCC unroll 6
       for (int r = 0; r < kHeight; ++r) {
         const Ints x = Broadcast16(a + 2 * (j * kHeight + r));
-        sum[r][0] = _mm256_add_epi16(_mm256_maddubs_epi16(x, w0), j != 0 ? sum[r][0] : LoadAligned(w->start[0]));
-        sum[r][1] = _mm256_add_epi16(_mm256_maddubs_epi16(x, w1), j != 0 ? sum[r][1] : LoadAligned(w->start[1]));
+        sum[r][0] = _mm256_add_epi16(_mm256_maddubs_epi16(x, w0),
+                                     j != 0 ? sum[r][0] : LoadAligned(w->start[0]));
+        sum[r][1] = _mm256_add_epi16(_mm256_maddubs_epi16(x, w1),
+                                     j != 0 ? sum[r][1] : LoadAligned(w->start[1]));
         Pin(sum[r][0]);
         Pin(sum[r][1]);
       }
     }
 #pragma GCC unroll 6
     for (int r = 0; r < kHeight; ++r) {
-      const Floats scale = _mm256_broadcast_ss(reinterpret_cast<const float*>(a + 16 * kHeight) + r);
+      const Floats scale =
+          _mm256_broadcast_ss(reinterpret_cast<const float*>(a + 16 * kHeight) + r);
       float* to = acc + kColumns * r;
 #pragma GCC unroll 4
       for (int q = 0; q < 4; ++q) {
         // The sum in the upper half of a 32-bit lane is 2^16 times as large: that is in a's scale.
-        const Ints wide = q % 2 != 0 ? _mm256_unpackhi_epi16(zero, sum[r][q / 2]) : _mm256_unpacklo_epi16(zero, sum[r][q / 2]);
+        const Ints wide = q % 2 != 0 ? _mm256_unpackhi_epi16(zero, sum[r][q / 2])
+                                     : _mm256_unpacklo_epi16(zero, sum[r][q / 2]);
         const Floats factor = _mm256_mul_ps(scale, _mm256_load_ps(w->scale + 8 * q));
-        _mm256_store_ps(to + 8 * q, _mm256_fmadd_ps(_mm256_cvtepi32_ps(wide), factor, _mm256_load_ps(to + 8 * q)));
+        _mm256_store_ps(to + 8 * q, _mm256_fmadd_ps(_mm256_cvtepi32_ps(wide), factor,
+                                                    _mm256_load_ps(to + 8 * q)));
       }
     }
   }
@@ -117,14 +133,18 @@ void Tile(int64_t rows, int64_t blocks, const uint8_t* a, const uint8_t* b, floa
   }
 }
 
-void PackA(const GemmMatrix& a, int64_t row, int64_t rows, int64_t block, int64_t blocks, uint8_t* out) {
-  const __m128i table = _mm_add_epi8(_mm256_castsi256_si128(TwiceTable()), _mm_set1_epi8(kTwiceMax)), nibble = _mm_set1_epi8(15);
+void PackA(const GemmMatrix& a, int64_t row, int64_t rows, int64_t block, int64_t blocks,
+           uint8_t* out) {
+  const __m128i table =
+                    _mm_add_epi8(_mm256_castsi256_si128(TwiceTable()), _mm_set1_epi8(kTwiceMax)),
+                nibble = _mm_set1_epi8(15);
   for (int64_t r = 0; r < rows; ++r) {
     const uint8_t* codes = CodesOf(a, row + r, block);
     uint8_t* to = out;
     for (int64_t b = 0; b < blocks; ++b, codes += kBlock / 2, to += kABytes * rows) {
       const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
-      const __m128i in_pairs = _mm_and_si128(_mm_unpacklo_epi16(raw, _mm_srli_epi16(raw, 4)), nibble);
+      const __m128i in_pairs =
+          _mm_and_si128(_mm_unpacklo_epi16(raw, _mm_srli_epi16(raw, 4)), nibble);
       alignas(16) uint16_t pair[kPairs];
       _mm_store_si128(reinterpret_cast<__m128i*>(pair), _mm_shuffle_epi8(table, in_pairs));
       for (int j = 0; j < kPairs; ++j) std::memcpy(to + 2 * (j * rows + r), &pair[j], 2);
@@ -136,12 +156,17 @@ void PackA(const GemmMatrix& a, int64_t row, int64_t rows, int64_t block, int64_
 
 // Word i of the block's 8 bytes of 16 rows in words[i], a row a lane.
 void TransposeWords(const uint8_t* const* rows, int64_t at, Ints (&words)[4]) {
-  const auto load = [&](int lane) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(rows[lane] + at)); };
+  const auto load = [&](int lane) {
+    return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(rows[lane] + at));
+  };
   Ints two[4];  // lanes 2i, 2i + 1 | 8 + 2i, 9 + 2i: words 0, 0, 1, 1, 2, 2, 3, 3
   for (int i = 0; i < 4; ++i)
-    two[i] = Join(_mm_unpacklo_epi16(load(2 * i), load(2 * i + 1)), _mm_unpacklo_epi16(load(8 + 2 * i), load(9 + 2 * i)));
-  const Ints low01 = _mm256_unpacklo_epi32(two[0], two[1]), high01 = _mm256_unpackhi_epi32(two[0], two[1]);
-  const Ints low23 = _mm256_unpacklo_epi32(two[2], two[3]), high23 = _mm256_unpackhi_epi32(two[2], two[3]);
+    two[i] = Join(_mm_unpacklo_epi16(load(2 * i), load(2 * i + 1)),
+                  _mm_unpacklo_epi16(load(8 + 2 * i), load(9 + 2 * i)));
+  const Ints low01 = _mm256_unpacklo_epi32(two[0], two[1]),
+             high01 = _mm256_unpackhi_epi32(two[0], two[1]);
+  const Ints low23 = _mm256_unpacklo_epi32(two[2], two[3]),
+             high23 = _mm256_unpackhi_epi32(two[2], two[3]);
   words[0] = _mm256_unpacklo_epi64(low01, low23);
   words[1] = _mm256_unpackhi_epi64(low01, low23);
   words[2] = _mm256_unpacklo_epi64(high01, high23);
@@ -149,7 +174,8 @@ void TransposeWords(const uint8_t* const* rows, int64_t at, Ints (&words)[4]) {
 }
 
 void PackB(const GemmMatrix& m, int64_t row, int64_t block, int64_t blocks, uint8_t* out) {
-  const Ints table = TwiceTable(), nibble = _mm256_set1_epi8(15), offset = _mm256_set1_epi8(kTwiceMax);
+  const Ints table = TwiceTable(), nibble = _mm256_set1_epi8(15),
+             offset = _mm256_set1_epi8(kTwiceMax);
   auto* to = reinterpret_cast<BBlock*>(out);
   for (int half = 0; half < 2; ++half) {
     const uint8_t* rows[16];
@@ -159,15 +185,18 @@ void PackB(const GemmMatrix& m, int64_t row, int64_t block, int64_t blocks, uint
       whole = whole && r < m.rows;
       rows[lane] = r < m.rows ? CodesOf(m, r, block) : kZeroCodes;
     }
-    // Rows are too short for the prefetcher to settle: ask for the next panel's, which follow in memory.
+    // Rows are too short for the prefetcher to settle: ask for the next panel's, which follow in
+    // memory.
     const int64_t ahead = whole ? 32 * m.stride : 0;
     for (int64_t b = 0; b < blocks; ++b) {
       if (b % 8 == 0)
-        for (const uint8_t* r : rows) _mm_prefetch(reinterpret_cast<const char*>(r + b * (kBlock / 2) + ahead), _MM_HINT_T1);
+        for (const uint8_t* r : rows)
+          _mm_prefetch(reinterpret_cast<const char*>(r + b * (kBlock / 2) + ahead), _MM_HINT_T1);
       Ints words[4], sum = _mm256_setzero_si256();
       TransposeWords(rows, b * (kBlock / 2), words);
       for (int j = 0; j < kPairs; ++j) {
-        const Ints codes = _mm256_and_si256(j % 2 != 0 ? _mm256_srli_epi16(words[j / 2], 4) : words[j / 2], nibble);
+        const Ints codes = _mm256_and_si256(
+            j % 2 != 0 ? _mm256_srli_epi16(words[j / 2], 4) : words[j / 2], nibble);
         const Ints twice = _mm256_shuffle_epi8(table, codes);
         _mm256_store_si256(reinterpret_cast<Ints*>(to[b].pair[j][half]), twice);
         sum = _mm256_sub_epi16(sum, _mm256_maddubs_epi16(offset, twice));
@@ -175,7 +204,8 @@ void PackB(const GemmMatrix& m, int64_t row, int64_t block, int64_t blocks, uint
       _mm256_store_si256(reinterpret_cast<Ints*>(to[b].start[half]), sum);
     }
   }
-  // Scales: four blocks of a row are four bytes, 16 bytes from one row to the next. Rows past the last one have scales too, zeros.
+  // Scales: four blocks of a row are four bytes, 16 bytes from one row to the next. Rows past the
+  // last one have scales too, zeros.
   for (int64_t b = 0; b < blocks; b += kTileBlocks) {
     const uint8_t* scales = ScaleOf(m, row, block + b);
     const int64_t n = blocks - b < kTileBlocks ? blocks - b : kTileBlocks;
@@ -183,12 +213,14 @@ void PackB(const GemmMatrix& m, int64_t row, int64_t block, int64_t blocks, uint
       alignas(32) uint8_t four[32];
       for (int i = 0; i < 8; ++i) std::memcpy(four + 4 * i, scales + 16 * (8 * q + i), 4);
       const Ints loaded = LoadAligned(four);
-      for (int64_t i = 0; i < n; ++i) _mm256_store_ps(to[b + i].scale + 8 * q, ScalesOf(loaded, static_cast<int>(i)));
+      for (int64_t i = 0; i < n; ++i)
+        _mm256_store_ps(to[b + i].scale + 8 * q, ScalesOf(loaded, static_cast<int>(i)));
     }
   }
 }
 
-// ---- Few rows of a. Here b is the unsigned side, as its table can have 12 added for free; what takes it back comes with a.
+// ---- Few rows of a. Here b is the unsigned side, as its table can have 12 added for free; what
+// takes it back comes with a.
 
 // One row, four blocks: i8 even[32], odd[32] codes of each byte, i32 start[4], float scale[4].
 struct DirectGroup {
@@ -220,23 +252,28 @@ void PackDirectOne(const GemmMatrix& a, int64_t row, uint8_t* out) {
 // Eight rows of b and their scales, four blocks at a time.
 class EightRows {
  public:
-  EightRows(const GemmMatrix& b, int64_t tile, int64_t pair) : blocks_(b.blocks), stride_(b.stride) {
+  EightRows(const GemmMatrix& b, int64_t tile, int64_t pair)
+      : blocks_(b.blocks), stride_(b.stride) {
     for (int i = 0; i < 8; ++i) {
       const int64_t row = tile * kTileRows + 2 * pair + i / 4 + i % 4 * 32;
-      rows_[i] = CodesOf(b, row < b.rows ? row : 0, 0);  // a row past the last one: whatever, it is dropped
+      rows_[i] = CodesOf(b, row < b.rows ? row : 0,
+                         0);  // a row past the last one: whatever, it is dropped
     }
     scales_ = b.scales + tile * b.tile_columns * kTileBytes + 32 * pair;
   }
 
-  // Calls f(rows, offset, scales) for each group of four blocks: 32 bytes of codes of each row, four bytes of scales in a lane.
+  // Calls f(rows, offset, scales) for each group of four blocks: 32 bytes of codes of each row,
+  // four bytes of scales in a lane.
   template <typename F>
   void ForEachGroup(F&& f) const {
     int64_t block = 0;
     for (; block + kTileBlocks <= blocks_; block += kTileBlocks) {
       const int64_t at = block * (kBlock / 2);
-      // The rows of the next pair follow these in memory, too short each for the prefetcher to settle.
+      // The rows of the next pair follow these in memory, too short each for the prefetcher to
+      // settle.
       if (block % 8 == 0)
-        for (const uint8_t* row : rows_) _mm_prefetch(reinterpret_cast<const char*>(row + at + 4 * stride_), _MM_HINT_T1);
+        for (const uint8_t* row : rows_)
+          _mm_prefetch(reinterpret_cast<const char*>(row + at + 4 * stride_), _MM_HINT_T1);
       f(rows_, at, LoadAny(scales_ + block / kTileBlocks * kTileBytes));
     }
     if (block < blocks_) {  // the last blocks: not past the end of a row
@@ -258,7 +295,8 @@ class EightRows {
 
 // One row of a: k stays along the lanes, and only the sums of the blocks are transposed.
 void DirectOne(const uint8_t* a, const EightRows& rows, float* out) {
-  const Ints table = _mm256_add_epi8(TwiceTable(), _mm256_set1_epi8(kTwiceMax)), nibble = _mm256_set1_epi8(15);
+  const Ints table = _mm256_add_epi8(TwiceTable(), _mm256_set1_epi8(kTwiceMax)),
+             nibble = _mm256_set1_epi8(15);
   const Ints ones = _mm256_set1_epi16(1);
   Floats acc = _mm256_setzero_ps();
   rows.ForEachGroup([&](const uint8_t* const* row, int64_t at, Ints scales) {
@@ -267,31 +305,41 @@ void DirectOne(const uint8_t* a, const EightRows& rows, float* out) {
     const auto sums = [&](int i) {  // two 32-bit sums a block
       const Ints raw = LoadAny(row[i] + at);
       const Ints low = _mm256_shuffle_epi8(table, _mm256_and_si256(raw, nibble));
-      const Ints high = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(raw, 4), nibble));
-      return _mm256_madd_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(low, even), _mm256_maddubs_epi16(high, odd)), ones);
+      const Ints high =
+          _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(raw, 4), nibble));
+      return _mm256_madd_epi16(
+          _mm256_add_epi16(_mm256_maddubs_epi16(low, even), _mm256_maddubs_epi16(high, odd)), ones);
     };
-    Floats two[4];  // rows r, r + 1 as integers: r block 0, r block 1, r + 1 block 0, r + 1 block 1 | the same of blocks 2, 3
+    Floats two[4];  // rows r, r + 1 as integers: r block 0, r block 1, r + 1 block 0, r + 1 block 1
+                    // | the same of blocks 2, 3
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j)
-      two[j] = _mm256_castsi256_ps(_mm256_madd_epi16(_mm256_packs_epi32(sums(2 * j), sums(2 * j + 1)), ones));
-    const Floats e0 = _mm256_shuffle_ps(two[0], two[1], 0x88), o0 = _mm256_shuffle_ps(two[0], two[1], 0xDD);
-    const Floats e1 = _mm256_shuffle_ps(two[2], two[3], 0x88), o1 = _mm256_shuffle_ps(two[2], two[3], 0xDD);
-    const Floats block[4] = {_mm256_permute2f128_ps(e0, e1, 0x20), _mm256_permute2f128_ps(o0, o1, 0x20),
-                             _mm256_permute2f128_ps(e0, e1, 0x31), _mm256_permute2f128_ps(o0, o1, 0x31)};
+      two[j] = _mm256_castsi256_ps(
+          _mm256_madd_epi16(_mm256_packs_epi32(sums(2 * j), sums(2 * j + 1)), ones));
+    const Floats e0 = _mm256_shuffle_ps(two[0], two[1], 0x88),
+                 o0 = _mm256_shuffle_ps(two[0], two[1], 0xDD);
+    const Floats e1 = _mm256_shuffle_ps(two[2], two[3], 0x88),
+                 o1 = _mm256_shuffle_ps(two[2], two[3], 0xDD);
+    const Floats block[4] = {
+        _mm256_permute2f128_ps(e0, e1, 0x20), _mm256_permute2f128_ps(o0, o1, 0x20),
+        _mm256_permute2f128_ps(e0, e1, 0x31), _mm256_permute2f128_ps(o0, o1, 0x31)};
 #pragma GCC unroll 4
     for (int b = 0; b < 4; ++b) {
-      const Floats sum = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_castps_si256(block[b]), Broadcast32(&x->start[b])));
-      acc = _mm256_fmadd_ps(sum, _mm256_mul_ps(ScalesOf(scales, b), _mm256_broadcast_ss(&x->scale[b])), acc);
+      const Floats sum = _mm256_cvtepi32_ps(
+          _mm256_add_epi32(_mm256_castps_si256(block[b]), Broadcast32(&x->start[b])));
+      acc = _mm256_fmadd_ps(
+          sum, _mm256_mul_ps(ScalesOf(scales, b), _mm256_broadcast_ss(&x->scale[b])), acc);
     }
     a += sizeof(DirectGroup);
   });
   _mm256_store_ps(out, acc);
 }
 
-// Two to four rows, one block: i8[4 groups][rows][4], i16 start[rows][2], float scale[rows]. Groups: low nibbles of bytes 0..3, of
-// bytes 4..7, and the high ones.
+// Two to four rows, one block: i8[4 groups][rows][4], i16 start[rows][2], float scale[rows].
+// Groups: low nibbles of bytes 0..3, of bytes 4..7, and the high ones.
 void PackDirectSome(const GemmMatrix& a, int64_t row, int64_t rows, uint8_t* out) {
-  for (int64_t b = 0; b < CeilDiv(a.blocks, kTileBlocks) * kTileBlocks; ++b, out += kDirectBytes * rows) {
+  for (int64_t b = 0; b < CeilDiv(a.blocks, kTileBlocks) * kTileBlocks;
+       ++b, out += kDirectBytes * rows) {
     for (int64_t r = 0; r < rows; ++r) {
       const bool inside = b < a.blocks;
       const uint8_t* codes = inside ? CodesOf(a, row + r, b) : kZeroCodes;
@@ -316,8 +364,10 @@ void TransposeDwords(const uint8_t* const* rows, int64_t at, Ints (&words)[4]) {
   for (int i = 0; i < 4; ++i)
     two[i] = Join(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at)),
                   _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i + 4] + at)));
-  const Ints low01 = _mm256_unpacklo_epi32(two[0], two[1]), high01 = _mm256_unpackhi_epi32(two[0], two[1]);
-  const Ints low23 = _mm256_unpacklo_epi32(two[2], two[3]), high23 = _mm256_unpackhi_epi32(two[2], two[3]);
+  const Ints low01 = _mm256_unpacklo_epi32(two[0], two[1]),
+             high01 = _mm256_unpackhi_epi32(two[0], two[1]);
+  const Ints low23 = _mm256_unpacklo_epi32(two[2], two[3]),
+             high23 = _mm256_unpackhi_epi32(two[2], two[3]);
   words[0] = _mm256_unpacklo_epi64(low01, low23);
   words[1] = _mm256_unpackhi_epi64(low01, low23);
   words[2] = _mm256_unpacklo_epi64(high01, high23);
@@ -326,7 +376,8 @@ void TransposeDwords(const uint8_t* const* rows, int64_t at, Ints (&words)[4]) {
 
 template <int kHeight>
 void DirectSome(const uint8_t* a, const EightRows& rows, float* out) {
-  const Ints table = _mm256_add_epi8(TwiceTable(), _mm256_set1_epi8(kTwiceMax)), nibble = _mm256_set1_epi8(15);
+  const Ints table = _mm256_add_epi8(TwiceTable(), _mm256_set1_epi8(kTwiceMax)),
+             nibble = _mm256_set1_epi8(15);
   const Ints ones = _mm256_set1_epi16(1);
   Floats acc[kHeight];
   for (int r = 0; r < kHeight; ++r) acc[r] = _mm256_setzero_ps();
@@ -338,19 +389,23 @@ void DirectSome(const uint8_t* a, const EightRows& rows, float* out) {
 #pragma GCC unroll 2
       for (int b = 0; b < 2; ++b) {
         const Ints d0 = words[2 * b], d1 = words[2 * b + 1];
-        const Ints group[4] = {_mm256_shuffle_epi8(table, _mm256_and_si256(d0, nibble)),
-                               _mm256_shuffle_epi8(table, _mm256_and_si256(d1, nibble)),
-                               _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(d0, 4), nibble)),
-                               _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(d1, 4), nibble))};
+        const Ints group[4] = {
+            _mm256_shuffle_epi8(table, _mm256_and_si256(d0, nibble)),
+            _mm256_shuffle_epi8(table, _mm256_and_si256(d1, nibble)),
+            _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(d0, 4), nibble)),
+            _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(d1, 4), nibble))};
         const Floats scale = ScalesOf(scales, 2 * half + b);
 #pragma GCC unroll 4
         for (int r = 0; r < kHeight; ++r) {
           Ints sum = Broadcast32(a + 16 * kHeight + 4 * r);
 #pragma GCC unroll 4
           for (int g = 0; g < 4; ++g)
-            sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(group[g], Broadcast32(a + 4 * (g * kHeight + r))));
-          const Floats factor = _mm256_mul_ps(scale, _mm256_broadcast_ss(reinterpret_cast<const float*>(a + 20 * kHeight) + r));
-          acc[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(sum, ones)), factor, acc[r]);
+            sum = _mm256_add_epi16(
+                sum, _mm256_maddubs_epi16(group[g], Broadcast32(a + 4 * (g * kHeight + r))));
+          const Floats factor = _mm256_mul_ps(
+              scale, _mm256_broadcast_ss(reinterpret_cast<const float*>(a + 20 * kHeight) + r));
+          acc[r] =
+              _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(sum, ones)), factor, acc[r]);
         }
         a += kDirectBytes * kHeight;
       }
@@ -369,7 +424,8 @@ void PackDirectAvx2(const GemmMatrix& a, int64_t row, int64_t rows, uint8_t* out
   }
 }
 
-void DirectAvx2(int64_t rows, const uint8_t* a, const GemmMatrix& b, int64_t tile, int64_t pair, float* acc) {
+void DirectAvx2(int64_t rows, const uint8_t* a, const GemmMatrix& b, int64_t tile, int64_t pair,
+                float* acc) {
   const EightRows eight(b, tile, pair);
   switch (rows) {
     case 1:
@@ -383,6 +439,7 @@ void DirectAvx2(int64_t rows, const uint8_t* a, const GemmMatrix& b, int64_t til
   }
 }
 
-const GemmKernels kAvx2Gemm{kRows, kColumns, kABytes, sizeof(BBlock), PackA, PackB, Tile, 16, PackDirectAvx2, DirectAvx2};
+const GemmKernels kAvx2Gemm{kRows, kColumns, kABytes, sizeof(BBlock), PackA,
+                            PackB, Tile,     16,      PackDirectAvx2, DirectAvx2};
 
 }  // namespace nvfp4

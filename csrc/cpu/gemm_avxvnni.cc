@@ -1,6 +1,7 @@
 // csrc/cpu/gemm_avxvnni.cc: matmul with AVX-VNNI, 256 bits wide (Alder Lake, Zen 5 and later).
 //
-// With NVFP4_EMULATE_VNNI the instruction is made of AVX2 ones, so that a machine without it tests everything else.
+// With NVFP4_EMULATE_VNNI the instruction is made of AVX2 ones, so that a machine without it tests
+// everything else.
 #include <immintrin.h>
 
 namespace nvfp4 {
@@ -10,7 +11,9 @@ struct Isa {
   using Ints = __m256i;
   using Floats = __m256;
   static constexpr int kLanes = 8;
-  static Ints Load(const unsigned char* p) { return _mm256_load_si256(reinterpret_cast<const Ints*>(p)); }
+  static Ints Load(const unsigned char* p) {
+    return _mm256_load_si256(reinterpret_cast<const Ints*>(p));
+  }
   static Floats Load(const float* p) { return _mm256_load_ps(p); }
   static void Store(float* p, Floats v) { _mm256_store_ps(p, v); }
   static Ints Broadcast(const unsigned char* p) {
@@ -24,7 +27,8 @@ struct Isa {
   static Floats MultiplyAdd(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
   static Ints AddProducts(Ints sum, Ints u8, Ints s8) {
 #if defined(NVFP4_EMULATE_VNNI)
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u8, s8), _mm256_set1_epi16(1)));
+    return _mm256_add_epi32(sum,
+                            _mm256_madd_epi16(_mm256_maddubs_epi16(u8, s8), _mm256_set1_epi16(1)));
 #else
     return _mm256_dpbusd_avx_epi32(sum, u8, s8);
 #endif
@@ -38,6 +42,7 @@ struct Isa {
 
 namespace nvfp4 {
 
-const GemmKernels kAvxVnniGemm{kRows, kColumns, kABytes, kBBytes, PackA, PackB, Tile, 16, PackDirectAvx2, DirectAvx2};
+const GemmKernels kAvxVnniGemm{kRows, kColumns, kABytes, kBBytes,        PackA,
+                               PackB, Tile,     16,      PackDirectAvx2, DirectAvx2};
 
 }  // namespace nvfp4

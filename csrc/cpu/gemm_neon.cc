@@ -1,5 +1,5 @@
-// csrc/cpu/gemm_neon.cc: matmul on aarch64 with FEAT_DotProd (GB200's host CPU has it): sdot adds four products of signed bytes to a
-// 32-bit lane, and takes four bytes of a by lane number.
+// csrc/cpu/gemm_neon.cc: matmul on aarch64 with FEAT_DotProd (GB200's host CPU has it): sdot adds
+// four products of signed bytes to a 32-bit lane, and takes four bytes of a by lane number.
 #include <arm_neon.h>
 
 #include <cstring>
@@ -10,12 +10,14 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kRows = 8, kColumns = 8, kGroups = kBlock / 4;
-// A packed block of b: i8[4 groups][columns][4], float scale[columns]. Of a: i8[rows][16], float scale[rows].
+// A packed block of b: i8[4 groups][columns][4], float scale[columns]. Of a: i8[rows][16], float
+// scale[rows].
 constexpr int kBBytes = kColumns * (kBlock + 4), kABytes = kBlock + 4;
 
 template <int kGroup, int kHeight>
 inline void AddGroup(const int8_t* w, const int8x16_t (&x)[kHeight], int32x4_t (&sum)[kHeight][2]) {
-  const int8x16_t w0 = vld1q_s8(w + 4 * kColumns * kGroup), w1 = vld1q_s8(w + 4 * kColumns * kGroup + 16);
+  const int8x16_t w0 = vld1q_s8(w + 4 * kColumns * kGroup),
+                  w1 = vld1q_s8(w + 4 * kColumns * kGroup + 16);
 #pragma GCC unroll 8
   for (int r = 0; r < kHeight; ++r) {
     sum[r][0] = vdotq_laneq_s32(sum[r][0], w0, x[r], kGroup);
@@ -45,7 +47,8 @@ void TileOf(int64_t blocks, const uint8_t* a, const uint8_t* b, float* acc) {
       const float scale = reinterpret_cast<const float*>(a + kBlock * kHeight)[r];
       float* to = acc + kColumns * r;
       vst1q_f32(to, vfmaq_f32(vld1q_f32(to), vcvtq_f32_s32(sum[r][0]), vmulq_n_f32(scale0, scale)));
-      vst1q_f32(to + 4, vfmaq_f32(vld1q_f32(to + 4), vcvtq_f32_s32(sum[r][1]), vmulq_n_f32(scale1, scale)));
+      vst1q_f32(to + 4,
+                vfmaq_f32(vld1q_f32(to + 4), vcvtq_f32_s32(sum[r][1]), vmulq_n_f32(scale1, scale)));
     }
   }
 }
@@ -59,10 +62,12 @@ void Tile(int64_t rows, int64_t blocks, const uint8_t* a, const uint8_t* b, floa
 // The low nibbles of a block's 8 bytes, then the high ones, as twice the codes' values.
 int8x16_t Twice(const uint8_t* codes) {
   const uint8x8_t raw = vld1_u8(codes);
-  return vqtbl1q_s8(vld1q_s8(kTwiceE2M1), vcombine_u8(vand_u8(raw, vdup_n_u8(15)), vshr_n_u8(raw, 4)));
+  return vqtbl1q_s8(vld1q_s8(kTwiceE2M1),
+                    vcombine_u8(vand_u8(raw, vdup_n_u8(15)), vshr_n_u8(raw, 4)));
 }
 
-void PackA(const GemmMatrix& a, int64_t row, int64_t rows, int64_t block, int64_t blocks, uint8_t* out) {
+void PackA(const GemmMatrix& a, int64_t row, int64_t rows, int64_t block, int64_t blocks,
+           uint8_t* out) {
   for (int64_t b = 0; b < blocks; ++b, out += kABytes * rows) {
     for (int64_t r = 0; r < rows; ++r) {
       vst1q_s8(reinterpret_cast<int8_t*>(out) + kBlock * r, Twice(CodesOf(a, row + r, block + b)));
@@ -78,7 +83,8 @@ void PackB(const GemmMatrix& m, int64_t row, int64_t block, int64_t blocks, uint
       int8_t twice[kBlock];
       vst1q_s8(twice, Twice(row + i < m.rows ? CodesOf(m, row + i, block + b) : kZeroCodes));
       for (int g = 0; g < kGroups; ++g) std::memcpy(out + 4 * (kColumns * g + i), twice + 4 * g, 4);
-      const float scale = DecodeE4M3(*ScaleOf(m, row + i, block + b));  // rows past the last one have zeros
+      const float scale =
+          DecodeE4M3(*ScaleOf(m, row + i, block + b));  // rows past the last one have zeros
       std::memcpy(out + kBlock * kColumns + 4 * i, &scale, 4);
     }
   }
@@ -86,6 +92,7 @@ void PackB(const GemmMatrix& m, int64_t row, int64_t block, int64_t blocks, uint
 
 }  // namespace
 
-const GemmKernels kNeonGemm{kRows, kColumns, kABytes, kBBytes, PackA, PackB, Tile, 0, nullptr, nullptr};
+const GemmKernels kNeonGemm{kRows, kColumns, kABytes, kBBytes, PackA,
+                            PackB, Tile,     0,       nullptr, nullptr};
 
 }  // namespace nvfp4

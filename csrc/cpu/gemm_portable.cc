@@ -1,4 +1,5 @@
-// csrc/cpu/gemm_portable.cc: matmul in plain C++, in a form that compilers vectorize; the reference of every other table.
+// csrc/cpu/gemm_portable.cc: matmul in plain C++, in a form that compilers vectorize; the reference
+// of every other table.
 #include <cstring>
 
 #include "cpu/gemm.h"
@@ -22,7 +23,8 @@ void Twice(const uint8_t* codes, int16_t* out, int64_t step) {
   for (int i = 0; i < kBlock; ++i) out[i * step] = kTwiceE2M1[codes[i / 2] >> i % 2 * 4 & 15];
 }
 
-void PackA(const GemmMatrix& a, int64_t row, int64_t rows, int64_t block, int64_t blocks, uint8_t* out) {
+void PackA(const GemmMatrix& a, int64_t row, int64_t rows, int64_t block, int64_t blocks,
+           uint8_t* out) {
   auto* to = reinterpret_cast<ABlock*>(out);
   for (int64_t b = 0; b < blocks; ++b) {
     for (int64_t r = 0; r < rows; ++r, ++to) {
@@ -50,14 +52,17 @@ void Tile(int64_t rows, int64_t blocks, const uint8_t* a, const uint8_t* b, floa
     for (int64_t r = 0; r < rows; ++r, ++x) {
       int16_t sum[kColumns] = {};
       for (int k = 0; k < kBlock; ++k)
-        for (int j = 0; j < kColumns; ++j) sum[j] = static_cast<int16_t>(sum[j] + x->x[k] * w->w[k][j]);
-      for (int j = 0; j < kColumns; ++j) acc[r * kColumns + j] += static_cast<float>(sum[j]) * (x->scale * w->scale[j]);
+        for (int j = 0; j < kColumns; ++j)
+          sum[j] = static_cast<int16_t>(sum[j] + x->x[k] * w->w[k][j]);
+      for (int j = 0; j < kColumns; ++j)
+        acc[r * kColumns + j] += static_cast<float>(sum[j]) * (x->scale * w->scale[j]);
     }
   }
 }
 
 }  // namespace
 
-const GemmKernels kPortableGemm{kRows, kColumns, sizeof(ABlock), sizeof(BBlock), PackA, PackB, Tile, 0, nullptr, nullptr};
+const GemmKernels kPortableGemm{kRows, kColumns, sizeof(ABlock), sizeof(BBlock), PackA, PackB,
+                                Tile,  0,        nullptr,        nullptr};
 
 }  // namespace nvfp4

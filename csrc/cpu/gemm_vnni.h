@@ -1,8 +1,10 @@
-// csrc/cpu/gemm_vnni.h: matmul with instructions that add four products of unsigned and signed bytes to a 32-bit lane (vpdpbusd).
+// csrc/cpu/gemm_vnni.h: matmul with instructions that add four products of unsigned and signed
+// bytes to a 32-bit lane (vpdpbusd).
 //
-// Included once by the unit of each instruction set, after it has defined `Isa`: vectors Ints and Floats of kLanes 32-bit lanes,
-// and the few operations below. b is the unsigned side, with 12 added, so that AVX-512 can broadcast a from memory within the
-// instruction; what takes the 12 back, -12 times the sum of a, is where a row's sum starts.
+// Included once by the unit of each instruction set, after it has defined `Isa`: vectors Ints and
+// Floats of kLanes 32-bit lanes, and the few operations below. b is the unsigned side, with 12
+// added, so that AVX-512 can broadcast a from memory within the instruction; what takes the 12
+// back, -12 times the sum of a, is where a row's sum starts.
 #pragma once
 
 #include <immintrin.h>
@@ -15,8 +17,9 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kRows = 6, kColumns = 2 * Isa::kLanes, kGroups = kBlock / 4;
-// A packed block of b: u8[4 groups][columns][4], float scale[columns]. Of a: i8[4 groups][rows][4], i32 start[rows], float
-// scale[rows]. Groups: low nibbles of bytes 0..3 of a row, of bytes 4..7, then the high ones.
+// A packed block of b: u8[4 groups][columns][4], float scale[columns]. Of a: i8[4 groups][rows][4],
+// i32 start[rows], float scale[rows]. Groups: low nibbles of bytes 0..3 of a row, of bytes 4..7,
+// then the high ones.
 constexpr int kBBytes = kColumns * (kBlock + 4), kABytes = 24;
 
 template <int kHeight>
@@ -27,10 +30,12 @@ void TileOf(int64_t blocks, const uint8_t* a, const uint8_t* b, float* acc) {
     asm("" : "+r"(acc));  // or its sums would be carried in registers that are not there
     Ints sum[kHeight][2];
 #pragma GCC unroll 6
-    for (int r = 0; r < kHeight; ++r) sum[r][0] = sum[r][1] = Isa::Broadcast(a + 16 * kHeight + 4 * r);
+    for (int r = 0; r < kHeight; ++r)
+      sum[r][0] = sum[r][1] = Isa::Broadcast(a + 16 * kHeight + 4 * r);
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; ++g) {
-      const Ints w0 = Isa::Load(b + 4 * kColumns * g), w1 = Isa::Load(b + 4 * kColumns * g + 4 * Isa::kLanes);
+      const Ints w0 = Isa::Load(b + 4 * kColumns * g),
+                 w1 = Isa::Load(b + 4 * kColumns * g + 4 * Isa::kLanes);
 #pragma GCC unroll 6
       for (int r = 0; r < kHeight; ++r) {
         const Ints x = Isa::Broadcast(a + 4 * (g * kHeight + r));
@@ -79,14 +84,22 @@ void PackB(const GemmMatrix& m, int64_t row, int64_t block, int64_t blocks, uint
       rows[i] = row + first + i < m.rows ? CodesOf(m, row + first + i, block) : kZeroCodes;
     for (int64_t b = 0; b < blocks; ++b) {
       uint8_t* to = out + kBBytes * b;
-      const auto load = [&](int i) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(rows[i] + b * (kBlock / 2))); };
-      const auto join = [](__m128i low, __m128i high) { return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1); };
-      const __m256i even = join(_mm_unpacklo_epi32(load(0), load(1)), _mm_unpacklo_epi32(load(4), load(5)));
-      const __m256i odd = join(_mm_unpacklo_epi32(load(2), load(3)), _mm_unpacklo_epi32(load(6), load(7)));
+      const auto load = [&](int i) {
+        return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(rows[i] + b * (kBlock / 2)));
+      };
+      const auto join = [](__m128i low, __m128i high) {
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+      };
+      const __m256i even =
+          join(_mm_unpacklo_epi32(load(0), load(1)), _mm_unpacklo_epi32(load(4), load(5)));
+      const __m256i odd =
+          join(_mm_unpacklo_epi32(load(2), load(3)), _mm_unpacklo_epi32(load(6), load(7)));
       const __m256i word[2] = {_mm256_unpacklo_epi64(even, odd), _mm256_unpackhi_epi64(even, odd)};
       for (int g = 0; g < kGroups; ++g) {
-        const __m256i codes = _mm256_and_si256(g < 2 ? word[g] : _mm256_srli_epi16(word[g - 2], 4), nibble);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 4 * (kColumns * g + first)), _mm256_shuffle_epi8(table, codes));
+        const __m256i codes =
+            _mm256_and_si256(g < 2 ? word[g] : _mm256_srli_epi16(word[g - 2], 4), nibble);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 4 * (kColumns * g + first)),
+                            _mm256_shuffle_epi8(table, codes));
       }
       auto* scales = reinterpret_cast<float*>(to + kBlock * kColumns) + first;
       // Rows past the last one have scales too, zeros.
@@ -95,7 +108,8 @@ void PackB(const GemmMatrix& m, int64_t row, int64_t block, int64_t blocks, uint
   }
 }
 
-void PackA(const GemmMatrix& a, int64_t row, int64_t rows, int64_t block, int64_t blocks, uint8_t* out) {
+void PackA(const GemmMatrix& a, int64_t row, int64_t rows, int64_t block, int64_t blocks,
+           uint8_t* out) {
   for (int64_t b = 0; b < blocks; ++b, out += kABytes * rows) {
     for (int64_t r = 0; r < rows; ++r) {
       const uint8_t* codes = CodesOf(a, row + r, block + b);

@@ -1,4 +1,5 @@
-// csrc/cpu/isa.cc: detection of the instruction sets, and the one in use. Compiled for the baseline of the architecture.
+// csrc/cpu/isa.cc: detection of the instruction sets, and the one in use. Compiled for the baseline
+// of the architecture.
 #include "cpu/isa.h"
 
 #include <atomic>
@@ -15,15 +16,17 @@
 namespace nvfp4 {
 namespace {
 
-constexpr Isa kBestFirst[] = {Isa::kAvx512Vnni, Isa::kAvxVnni, Isa::kAvx2, Isa::kNeon, Isa::kPortable};
+constexpr Isa kBestFirst[] = {Isa::kAvx512Vnni, Isa::kAvxVnni, Isa::kAvx2, Isa::kNeon,
+                              Isa::kPortable};
 constexpr int kUnset = -1;
 std::atomic<int> current{kUnset};  // constant initialization: usable before any constructor runs
 
 #if defined(__x86_64__)
-// Each set as the compiler flags of its units name it; __builtin_cpu_supports also asks whether the system saves the registers.
+// Each set as the compiler flags of its units name it; __builtin_cpu_supports also asks whether the
+// system saves the registers.
 bool HasAvx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-         __builtin_cpu_supports("bmi2");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
 }
 
 bool HasAvxVnni() {
@@ -65,8 +68,10 @@ Isa FirstChoice() {
   if (wanted == nullptr || *wanted == '\0') return available.front();
   for (Isa isa : available)
     if (std::strcmp(wanted, Name(isa)) == 0) return isa;
-  std::fprintf(stderr, "JAX_NVFP4_OPS_ISA must name an instruction set that this machine can run; got '%s'; using '%s'\n", wanted,
-               Name(available.front()));
+  std::fprintf(stderr,
+               "JAX_NVFP4_OPS_ISA must name an instruction set that this machine can run; got "
+               "'%s'; using '%s'\n",
+               wanted, Name(available.front()));
   return available.front();
 }
 
@@ -100,7 +105,9 @@ Isa CurrentIsa() {
   int expected = kUnset;
   const Isa choice = FirstChoice();
   // Two threads may come here at once: whatever is stored first holds, a selection above all.
-  return current.compare_exchange_strong(expected, static_cast<int>(choice)) ? choice : static_cast<Isa>(expected);
+  return current.compare_exchange_strong(expected, static_cast<int>(choice))
+             ? choice
+             : static_cast<Isa>(expected);
 }
 
 bool Select(Isa isa) {

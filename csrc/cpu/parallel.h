@@ -1,4 +1,5 @@
-// csrc/cpu/parallel.h: how CPU code asks for threads, and the floating point environment it runs in.
+// csrc/cpu/parallel.h: how CPU code asks for threads, and the floating point environment it runs
+// in.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,9 @@ namespace nvfp4 {
 class TaskRef {
  public:
   template <typename F>
-  TaskRef(const F& f) : object_(&f), call_([](const void* object, int64_t i) { (*static_cast<const F*>(object))(i); }) {}
+  TaskRef(const F& f)
+      : object_(&f),
+        call_([](const void* object, int64_t i) { (*static_cast<const F*>(object))(i); }) {}
   void operator()(int64_t i) const { call_(object_, i); }
 
  private:
@@ -29,8 +32,9 @@ class Parallel {
   virtual void Run(int64_t n, TaskRef task) const = 0;
 };
 
-// While it lives, this thread rounds to nearest even and keeps subnormals, whatever mode the caller runs in (XLA's CPU threads
-// flush them to zero). Whoever runs tasks for Parallel sets it around them.
+// While it lives, this thread rounds to nearest even and keeps subnormals, whatever mode the caller
+// runs in (XLA's CPU threads flush them to zero). Whoever runs tasks for Parallel sets it around
+// them.
 class FloatEnvironment {
  public:
 #if defined(__SSE2__)

@@ -9,12 +9,15 @@ namespace {
 // Bits of the attribute `outputs`, as python/jax_nvfp4_ops/amax.py packs them.
 enum Outputs : int64_t { kPlain = 1, kAlongRows = 2, kAlongColumns = 4 };
 
-ffi::ErrorOr<AmaxArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, int64_t example_ndim, int64_t outputs, int64_t signs) {
+ffi::ErrorOr<AmaxArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, int64_t example_ndim,
+                             int64_t outputs, int64_t signs) {
   const auto shape = x.dimensions();
   const auto type = FloatTypeOf(x.element_type());
   const int64_t ndim = static_cast<int64_t>(shape.size());
   if (!type || example_ndim < 0 || ndim < example_ndim + 2)
-    return Invalid("nvfp4_amax: x must be f32, bf16 or f16 with two axes beside its examples; got shape " + ToString(shape));
+    return Invalid(
+        "nvfp4_amax: x must be f32, bf16 or f16 with two axes beside its examples; got shape " +
+        ToString(shape));
   AmaxArgs args{};
   args.x = x.untyped_data();
   args.type = *type;
@@ -23,9 +26,11 @@ ffi::ErrorOr<AmaxArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, int64_t exam
   args.rows = shape[ndim - 2];
   args.k = shape[ndim - 1];
   args.signs = static_cast<uint32_t>(signs);
-  args.stride = (outputs & kPlain ? 1 : 0) + (outputs & kAlongRows ? 1 : 0) + (outputs & kAlongColumns ? 1 : 0);
+  args.stride = (outputs & kPlain ? 1 : 0) + (outputs & kAlongRows ? 1 : 0) +
+                (outputs & kAlongColumns ? 1 : 0);
   if (amax.element_type() != ffi::F32 || ElementsOf(amax) != args.examples * args.stride)
-    return Invalid("nvfp4_amax: a result of shape " + ToString(amax.dimensions()) + " does not fit x of shape " + ToString(shape));
+    return Invalid("nvfp4_amax: a result of shape " + ToString(amax.dimensions()) +
+                   " does not fit x of shape " + ToString(shape));
   auto* next = static_cast<float*>(amax.untyped_data());
   if (outputs & kPlain) args.plain = next++;
   if (outputs & kAlongRows) args.along_rows = next++;
@@ -33,8 +38,8 @@ ffi::ErrorOr<AmaxArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, int64_t exam
   return args;
 }
 
-ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> amax, int64_t example_ndim, int64_t outputs,
-               int64_t signs) {
+ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> amax,
+               int64_t example_ndim, int64_t outputs, int64_t signs) {
   const auto args = Check(x, *amax, example_ndim, outputs, signs);
   if (args.has_error()) return args.error();
   AmaxOnCpu(*args, XlaParallel(pool));
@@ -45,7 +50,8 @@ template <typename Binding>
 auto Signature(Binding binding) {
   return std::move(binding)
       .template Arg<ffi::AnyBuffer>()  // x [*examples, *batch, rows, k]
-      .template Ret<ffi::AnyBuffer>()  // f32 [*examples, outputs]: plain, along rows, along columns: those wanted
+      .template Ret<ffi::AnyBuffer>()  // f32 [*examples, outputs]: plain, along rows, along
+                                       // columns: those wanted
       .template Attr<int64_t>("example_ndim")
       .template Attr<int64_t>("outputs")
       .template Attr<int64_t>("signs");

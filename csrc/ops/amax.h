@@ -1,4 +1,5 @@
-// csrc/ops/amax.h: the largest magnitude of a tensor, of its Hadamard transform along K (rows) or along R (columns), in one pass.
+// csrc/ops/amax.h: the largest magnitude of a tensor, of its Hadamard transform along K (rows) or
+// along R (columns), in one pass.
 #pragma once
 
 #include "cpu/parallel.h"

@@ -7,7 +7,8 @@
 namespace nvfp4 {
 
 struct DequantizeArgs {
-  const uint8_t* codes;  // [examples, batch] matrices [rows, k] in the layout of core/scale_layout.h
+  const uint8_t*
+      codes;  // [examples, batch] matrices [rows, k] in the layout of core/scale_layout.h
   const uint8_t* scales;
   const float* global_scale;  // [examples]
   int64_t examples, batch, rows, k;

@@ -9,8 +9,8 @@
 namespace nvfp4 {
 namespace {
 
-// An operand's place in each product of the batch. Its leading axes are those of the result, or 1 where it is repeated; an operand
-// may have fewer of them (alpha), which then are the first ones.
+// An operand's place in each product of the batch. Its leading axes are those of the result, or 1
+// where it is repeated; an operand may have fewer of them (alpha), which then are the first ones.
 class Broadcast {
  public:
   Broadcast(const ffi::AnyBuffer& buffer, size_t trailing, ffi::AnyBuffer::Dimensions batch) {
@@ -35,7 +35,8 @@ class Broadcast {
   // Where in the buffer, in elements, the part of a product begins.
   int64_t At(int64_t product) const {
     int64_t index = 0;
-    for (size_t i = batch_.size(); i-- > 0; product /= batch_[i]) index += product % batch_[i] * strides_[i];
+    for (size_t i = batch_.size(); i-- > 0; product /= batch_[i])
+      index += product % batch_[i] * strides_[i];
     return index * size_;
   }
 
@@ -50,19 +51,21 @@ struct Call {
   std::vector<MatmulProduct> products;
 };
 
-ffi::ErrorOr<Call> Check(ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales, ffi::AnyBuffer b_codes, ffi::AnyBuffer b_scales,
-                         ffi::RemainingArgs operands, ffi::AnyBuffer y, int64_t k, int64_t alphas, bool has_bias,
-                         bool has_accumulate) {
+ffi::ErrorOr<Call> Check(ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales, ffi::AnyBuffer b_codes,
+                         ffi::AnyBuffer b_scales, ffi::RemainingArgs operands, ffi::AnyBuffer y,
+                         int64_t k, int64_t alphas, bool has_bias, bool has_accumulate) {
   const auto y_shape = y.dimensions();
   const auto out = FloatTypeOf(y.element_type());
-  if (!out || y_shape.size() < 2) return Invalid("nvfp4_matmul: the result must be f32, bf16 or f16 with two axes or more");
+  if (!out || y_shape.size() < 2)
+    return Invalid("nvfp4_matmul: the result must be f32, bf16 or f16 with two axes or more");
   const ffi::AnyBuffer::Dimensions batch(y_shape.begin(), y_shape.size() - 2);
   Call call{{y_shape[batch.size()], y_shape[batch.size() + 1], k, *out}, {}};
   MatmulShape& shape = call.shape;
 
   const auto misfit = [&](const char* name, const ffi::AnyBuffer& buffer) {
-    return Invalid("nvfp4_matmul: " + std::string(name) + " of shape " + ToString(buffer.dimensions()) +
-                   " does not fit a result of shape " + ToString(y_shape) + " with K = " + std::to_string(k));
+    return Invalid("nvfp4_matmul: " + std::string(name) + " of shape " +
+                   ToString(buffer.dimensions()) + " does not fit a result of shape " +
+                   ToString(y_shape) + " with K = " + std::to_string(k));
   };
   const Broadcast a_codes_at(a_codes, 2, batch), a_scales_at(a_scales, 3, batch);
   const Broadcast b_codes_at(b_codes, 2, batch), b_scales_at(b_scales, 3, batch);
@@ -74,8 +77,10 @@ ffi::ErrorOr<Call> Check(ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales, ffi::A
   if (!fits(b_codes, b_codes_at, shape.n * CodesStride(k))) return misfit("b_codes", b_codes);
   if (!fits(b_scales, b_scales_at, ScalesSize(shape.n, k))) return misfit("b_scales", b_scales);
 
-  const size_t expected = static_cast<size_t>(alphas) + (has_bias ? 1 : 0) + (has_accumulate ? 1 : 0);
-  if (alphas < 0 || operands.size() != expected) return Invalid("nvfp4_matmul: operands do not fit the attributes");
+  const size_t expected =
+      static_cast<size_t>(alphas) + (has_bias ? 1 : 0) + (has_accumulate ? 1 : 0);
+  if (alphas < 0 || operands.size() != expected)
+    return Invalid("nvfp4_matmul: operands do not fit the attributes");
   const int64_t count = Product(batch, 0, batch.size());
   call.products.resize(count);
   for (int64_t i = 0; i < count; ++i) {
@@ -97,7 +102,8 @@ ffi::ErrorOr<Call> Check(ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales, ffi::A
     if (alpha.has_error()) return ffi::Unexpected(alpha.error());
     const Broadcast at(*alpha, 0, batch);
     if (alpha->element_type() != ffi::F32 || !at.ok()) return misfit("alpha", *alpha);
-    for (int64_t i = 0; i < count; ++i) call.products[i].alpha *= static_cast<const float*>(alpha->untyped_data())[at.At(i)];
+    for (int64_t i = 0; i < count; ++i)
+      call.products[i].alpha *= static_cast<const float*>(alpha->untyped_data())[at.At(i)];
   }
   if (has_bias) {
     const auto bias = operands.get<ffi::AnyBuffer>(next++);
@@ -107,26 +113,31 @@ ffi::ErrorOr<Call> Check(ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales, ffi::A
     if (!type || !at.ok() || at.size() != shape.n) return misfit("bias", *bias);
     shape.bias = *type;
     for (int64_t i = 0; i < count; ++i)
-      call.products[i].bias = static_cast<const uint8_t*>(bias->untyped_data()) + at.At(i) * SizeOf(*type);
+      call.products[i].bias =
+          static_cast<const uint8_t*>(bias->untyped_data()) + at.At(i) * SizeOf(*type);
   }
   if (has_accumulate) {
     const auto accumulate = operands.get<ffi::AnyBuffer>(next++);
     if (accumulate.has_error()) return ffi::Unexpected(accumulate.error());
-    if (accumulate->element_type() != y.element_type() || ElementsOf(*accumulate) != count * shape.m * shape.n)
+    if (accumulate->element_type() != y.element_type() ||
+        ElementsOf(*accumulate) != count * shape.m * shape.n)
       return misfit("accumulate", *accumulate);
     for (int64_t i = 0; i < count; ++i)
-      call.products[i].accumulate =
-          static_cast<const uint8_t*>(accumulate->untyped_data()) + i * shape.m * shape.n * SizeOf(*out);
+      call.products[i].accumulate = static_cast<const uint8_t*>(accumulate->untyped_data()) +
+                                    i * shape.m * shape.n * SizeOf(*out);
   }
   return call;
 }
 
-ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales, ffi::AnyBuffer b_codes,
-               ffi::AnyBuffer b_scales, ffi::RemainingArgs operands, ffi::Result<ffi::AnyBuffer> y,
-               ffi::Result<ffi::AnyBuffer> /*workspace*/, int64_t k, int64_t alphas, bool bias, bool accumulate) {
-  const auto call = Check(a_codes, a_scales, b_codes, b_scales, operands, *y, k, alphas, bias, accumulate);
+ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales,
+               ffi::AnyBuffer b_codes, ffi::AnyBuffer b_scales, ffi::RemainingArgs operands,
+               ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> /*workspace*/, int64_t k,
+               int64_t alphas, bool bias, bool accumulate) {
+  const auto call =
+      Check(a_codes, a_scales, b_codes, b_scales, operands, *y, k, alphas, bias, accumulate);
   if (call.has_error()) return call.error();
-  MatmulOnCpu(call->shape, call->products.data(), static_cast<int64_t>(call->products.size()), XlaParallel(pool));
+  MatmulOnCpu(call->shape, call->products.data(), static_cast<int64_t>(call->products.size()),
+              XlaParallel(pool));
   return ffi::Error::Success();
 }
 
@@ -137,7 +148,8 @@ auto Signature(Binding binding) {
       .template Arg<ffi::AnyBuffer>()  // a_scales u8[*batch or 1, tile rows, tile columns, 512]
       .template Arg<ffi::AnyBuffer>()  // b_codes u8[*batch or 1, N, CodesStride(K)]
       .template Arg<ffi::AnyBuffer>()  // b_scales u8[*batch or 1, tile rows, tile columns, 512]
-      .RemainingArgs()  // alphas f32 [first axes of batch or 1], bias [*batch or 1, N], accumulate [*batch, M, N]: those there are
+      .RemainingArgs()  // alphas f32 [first axes of batch or 1], bias [*batch or 1, N], accumulate
+                        // [*batch, M, N]: those there are
       .template Ret<ffi::AnyBuffer>()  // y [*batch, M, N]
       .template Ret<ffi::AnyBuffer>()  // workspace u8
       .template Attr<int64_t>("k")

@@ -1,4 +1,5 @@
-// csrc/ops/matmul.h: y[M, N] = alpha * a[M, K] b[N, K]^T (+ bias) (+ accumulate) on quantized operands, batched.
+// csrc/ops/matmul.h: y[M, N] = alpha * a[M, K] b[N, K]^T (+ bias) (+ accumulate) on quantized
+// operands, batched.
 #pragma once
 
 #include "cpu/parallel.h"
@@ -6,13 +7,15 @@
 
 namespace nvfp4 {
 
-// One operand: matrices [rows, k] in the layout of core/scale_layout.h. A batch stride of 0 repeats a matrix.
+// One operand: matrices [rows, k] in the layout of core/scale_layout.h. A batch stride of 0 repeats
+// a matrix.
 struct MatmulOperand {
   const uint8_t* codes;
   const uint8_t* scales;
 };
 
-// One product of the batch. Products are independent; the caller lists them, so that any broadcasting costs nothing here.
+// One product of the batch. Products are independent; the caller lists them, so that any
+// broadcasting costs nothing here.
 struct MatmulProduct {
   MatmulOperand a, b;
   float alpha;             // product of the global scales
@@ -28,6 +31,7 @@ struct MatmulShape {
 };
 
 // Rounds as docs/numerics.md says: the same bits for every thread count and instruction set.
-void MatmulOnCpu(const MatmulShape& shape, const MatmulProduct* products, int64_t count, const Parallel& parallel);
+void MatmulOnCpu(const MatmulShape& shape, const MatmulProduct* products, int64_t count,
+                 const Parallel& parallel);
 
 }  // namespace nvfp4

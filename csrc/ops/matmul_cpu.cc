@@ -1,8 +1,7 @@
-// csrc/ops/matmul_cpu.cc: matmul on the CPU: cuts products into panels for the kernels of cpu/gemm.h, and finishes the result.
+// csrc/ops/matmul_cpu.cc: matmul on the CPU: cuts products into panels for the kernels of
+// cpu/gemm.h, and finishes the result.
 //
 // A task owns its part of the result over all of K, so that no bit depends on the threads.
-#include "ops/matmul.h"
-
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
@@ -10,6 +9,7 @@
 #include "core/half.h"
 #include "cpu/gemm.h"
 #include "cpu/isa.h"
+#include "ops/matmul.h"
 
 namespace nvfp4 {
 namespace {
@@ -43,7 +43,8 @@ class SerialParallel final : public Parallel {
   }
 };
 
-// Memory of this thread, kept for the next call: pages fresh from the system cost more than a small product.
+// Memory of this thread, kept for the next call: pages fresh from the system cost more than a small
+// product.
 enum Slot { kPackedA, kPackedB, kAccumulator, kSlots };
 
 template <typename T>
@@ -81,7 +82,8 @@ float Load(FloatType type, const void* from, int64_t i) {
 }
 
 // n results of a row from (row, column) on.
-void Finish(const MatmulShape& shape, const MatmulProduct& p, int64_t row, int64_t column, int64_t n, const float* acc) {
+void Finish(const MatmulShape& shape, const MatmulProduct& p, int64_t row, int64_t column,
+            int64_t n, const float* acc) {
   if (shape.out == FloatType::kF32 && p.bias == nullptr && p.accumulate == nullptr) {
     float* to = static_cast<float*>(p.y) + row * shape.n + column;
     for (int64_t i = 0; i < n; ++i) to[i] = p.alpha * acc[i];
@@ -111,11 +113,13 @@ void Finish(const MatmulShape& shape, const MatmulProduct& p, int64_t row, int64
 }
 
 GemmMatrix MatrixOf(const MatmulOperand& operand, int64_t rows, int64_t k) {
-  return GemmMatrix{operand.codes, operand.scales, rows, BlocksOf(k), CodesStride(k), TileColumns(k)};
+  return GemmMatrix{operand.codes, operand.scales, rows,
+                    BlocksOf(k),   CodesStride(k), TileColumns(k)};
 }
 
 // Few rows of a: packed once, then each task reads some rows of b once.
-void Direct(const GemmKernels& kernels, const MatmulShape& shape, const MatmulProduct& p, const Parallel& parallel) {
+void Direct(const GemmKernels& kernels, const MatmulShape& shape, const MatmulProduct& p,
+            const Parallel& parallel) {
   const GemmMatrix a = MatrixOf(p.a, shape.m, shape.k), b = MatrixOf(p.b, shape.n, shape.k);
   // Packed in whole groups of four blocks.
   const int64_t row_bytes = CeilDiv(a.blocks, kTileBlocks) * kTileBlocks * kDirectBytes;
@@ -124,7 +128,8 @@ void Direct(const GemmKernels& kernels, const MatmulShape& shape, const MatmulPr
     kernels.pack_direct(a, row, std::min(kDirectRows, shape.m - row), packed + row * row_bytes);
   constexpr int64_t kPairs = 16, kGroups = 4;  // of a tile: 2 rows in each of 4 groups of 32
   parallel.Run(CeilDiv(shape.n, kTileRows), [&](int64_t tile) {
-    const int64_t column = tile * kTileRows, columns = std::min<int64_t>(kTileRows, shape.n - column);
+    const int64_t column = tile * kTileRows,
+                  columns = std::min<int64_t>(kTileRows, shape.n - column);
     float* acc = Scratch<float>(kAccumulator, shape.m * kTileRows);
     for (int64_t pair = 0; pair < kPairs && 2 * pair < columns; ++pair) {
       for (int64_t row = 0; row < shape.m; row += kDirectRows) {
@@ -133,14 +138,17 @@ void Direct(const GemmKernels& kernels, const MatmulShape& shape, const MatmulPr
         kernels.direct(rows, packed + row * row_bytes, b, tile, pair, sums);
         for (int64_t r = 0; r < rows; ++r)
           for (int64_t i = 0; i < 8; ++i)
-            acc[(row + r) * kTileRows + 2 * pair + i / kGroups + i % kGroups * 32] = sums[r * 8 + i];
+            acc[(row + r) * kTileRows + 2 * pair + i / kGroups + i % kGroups * 32] =
+                sums[r * 8 + i];
       }
     }
-    for (int64_t row = 0; row < shape.m; ++row) Finish(shape, p, row, column, columns, acc + row * kTileRows);
+    for (int64_t row = 0; row < shape.m; ++row)
+      Finish(shape, p, row, column, columns, acc + row * kTileRows);
   });
 }
 
-void Tiled(const GemmKernels& kernels, const MatmulShape& shape, const MatmulProduct& p, const Parallel& parallel) {
+void Tiled(const GemmKernels& kernels, const MatmulShape& shape, const MatmulProduct& p,
+           const Parallel& parallel) {
   const GemmMatrix a = MatrixOf(p.a, shape.m, shape.k), b = MatrixOf(p.b, shape.n, shape.k);
   const int64_t blocks = a.blocks;
   for (int64_t row0 = 0; row0 < shape.m; row0 += kPackRows) {
@@ -150,12 +158,15 @@ void Tiled(const GemmKernels& kernels, const MatmulShape& shape, const MatmulPro
     uint8_t* packed_a = Scratch<uint8_t>(kPackedA, rows * blocks * kernels.a_bytes);
     // All chunks of a panel lie one after another.
     const auto a_at = [&](int64_t panel, int64_t block) {
-      return packed_a + (first(panel) * blocks + (first(panel + 1) - first(panel)) * block) * kernels.a_bytes;
+      return packed_a +
+             (first(panel) * blocks + (first(panel + 1) - first(panel)) * block) * kernels.a_bytes;
     };
     constexpr int64_t kPanelsATask = 8;
     parallel.Run(CeilDiv(panels, kPanelsATask), [&](int64_t task) {
-      for (int64_t panel = task * kPanelsATask; panel < std::min(panels, (task + 1) * kPanelsATask); ++panel)
-        kernels.pack_a(a, row0 + first(panel), first(panel + 1) - first(panel), 0, blocks, a_at(panel, 0));
+      for (int64_t panel = task * kPanelsATask; panel < std::min(panels, (task + 1) * kPanelsATask);
+           ++panel)
+        kernels.pack_a(a, row0 + first(panel), first(panel + 1) - first(panel), 0, blocks,
+                       a_at(panel, 0));
     });
 
     const int64_t column_tasks = CeilDiv(shape.n, kTaskColumns);
@@ -163,8 +174,10 @@ void Tiled(const GemmKernels& kernels, const MatmulShape& shape, const MatmulPro
     const int64_t wanted = parallel.threads() > 1 ? 3 * parallel.threads() : 1;
     const int64_t row_tasks = std::clamp<int64_t>(wanted / column_tasks, 1, CeilDiv(panels, 8));
     parallel.Run(column_tasks * row_tasks, [&](int64_t task) {
-      const int64_t column = task / row_tasks * kTaskColumns, columns = std::min(kTaskColumns, shape.n - column);
-      const int64_t panel0 = task % row_tasks * panels / row_tasks, panel1 = (task % row_tasks + 1) * panels / row_tasks;
+      const int64_t column = task / row_tasks * kTaskColumns,
+                    columns = std::min(kTaskColumns, shape.n - column);
+      const int64_t panel0 = task % row_tasks * panels / row_tasks,
+                    panel1 = (task % row_tasks + 1) * panels / row_tasks;
       const int64_t b_panels = CeilDiv(columns, kernels.columns), chunk = std::min(kChunk, blocks);
       const int64_t panel_bytes = chunk * kernels.b_bytes;
       uint8_t* packed_b = Scratch<uint8_t>(kPackedB, b_panels * panel_bytes);
@@ -191,7 +204,8 @@ void Tiled(const GemmKernels& kernels, const MatmulShape& shape, const MatmulPro
             if (!last) continue;
             const int64_t at = column + j * width;
             for (int64_t r = 0; r < height; ++r)
-              Finish(shape, p, row0 + first(panel) + r, at, std::min(width, shape.n - at), acc + r * width);
+              Finish(shape, p, row0 + first(panel) + r, at, std::min(width, shape.n - at),
+                     acc + r * width);
           }
         }
       }
@@ -199,7 +213,8 @@ void Tiled(const GemmKernels& kernels, const MatmulShape& shape, const MatmulPro
   }
 }
 
-void Multiply(const GemmKernels& kernels, const MatmulShape& shape, const MatmulProduct& p, const Parallel& parallel) {
+void Multiply(const GemmKernels& kernels, const MatmulShape& shape, const MatmulProduct& p,
+              const Parallel& parallel) {
   if (shape.k == 0) {
     parallel.Run(shape.m, [&](int64_t row) {
       constexpr float kZeros[kTaskColumns] = {};
@@ -215,16 +230,18 @@ void Multiply(const GemmKernels& kernels, const MatmulShape& shape, const Matmul
 
 }  // namespace
 
-void MatmulOnCpu(const MatmulShape& shape, const MatmulProduct* products, int64_t count, const Parallel& parallel) {
+void MatmulOnCpu(const MatmulShape& shape, const MatmulProduct* products, int64_t count,
+                 const Parallel& parallel) {
   MatmulWith(CurrentGemmKernels(), shape, products, count, parallel);
 }
 
-void MatmulWith(const GemmKernels& kernels, const MatmulShape& shape, const MatmulProduct* products, int64_t count,
-                const Parallel& parallel) {
+void MatmulWith(const GemmKernels& kernels, const MatmulShape& shape, const MatmulProduct* products,
+                int64_t count, const Parallel& parallel) {
   if (shape.m == 0 || shape.n == 0) return;
   const FloatEnvironment environment;
   if (count >= 2 * parallel.threads()) {
-    parallel.Run(count, [&](int64_t i) { Multiply(kernels, shape, products[i], SerialParallel()); });
+    parallel.Run(count,
+                 [&](int64_t i) { Multiply(kernels, shape, products[i], SerialParallel()); });
   } else {
     for (int64_t i = 0; i < count; ++i) Multiply(kernels, shape, products[i], parallel);
   }

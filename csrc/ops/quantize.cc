@@ -7,19 +7,28 @@
 namespace nvfp4 {
 namespace {
 
-// Bits of the attributes `rows` and `columns`, as python/jax_nvfp4_ops/quantize.py packs them; above them, which value of amax
-// belongs to the output.
-enum OutputFlags : int64_t { kWanted = 1, kTile16 = 2, kStochastic = 4, kHadamard = 8, kPartner = 16, kAmaxIndex = 32 };
+// Bits of the attributes `rows` and `columns`, as python/jax_nvfp4_ops/quantize.py packs them;
+// above them, which value of amax belongs to the output.
+enum OutputFlags : int64_t {
+  kWanted = 1,
+  kTile16 = 2,
+  kStochastic = 4,
+  kHadamard = 8,
+  kPartner = 16,
+  kAmaxIndex = 32
+};
 
 ffi::ErrorOr<QuantizeArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::RemainingArgs operands,
-                                 ffi::RemainingRets results, int64_t rows, int64_t columns, int64_t signs) {
+                                 ffi::RemainingRets results, int64_t rows, int64_t columns,
+                                 int64_t signs) {
   const auto shape = x.dimensions();
   const auto type = FloatTypeOf(x.element_type());
   const int64_t ndim = static_cast<int64_t>(shape.size());
   const int64_t example_ndim = static_cast<int64_t>(amax.dimensions().size()) - 1;
   if (!type || example_ndim < 0 || ndim < example_ndim + 2)
-    return Invalid("nvfp4_quantize: x must be f32, bf16 or f16 with two axes beside its examples; got shape " +
-                                   ToString(shape));
+    return Invalid(
+        "nvfp4_quantize: x must be f32, bf16 or f16 with two axes beside its examples; got shape " +
+        ToString(shape));
   QuantizeArgs args{};
   args.x = x.untyped_data();
   args.type = *type;
@@ -32,16 +41,20 @@ ffi::ErrorOr<QuantizeArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::Rem
   QuantizeOutput* const outputs[] = {&args.along_rows, &args.along_columns};
   const int64_t flags[] = {rows, columns};
   const auto amax_shape = amax.dimensions();
-  if (amax.element_type() != ffi::F32 || amax_shape.size() == 0 || ElementsOf(amax) != args.examples * amax_shape.back())
-    return Invalid("nvfp4_quantize: amax of shape " + ToString(amax_shape) + " does not fit x of shape " + ToString(shape));
+  if (amax.element_type() != ffi::F32 || amax_shape.size() == 0 ||
+      ElementsOf(amax) != args.examples * amax_shape.back())
+    return Invalid("nvfp4_quantize: amax of shape " + ToString(amax_shape) +
+                   " does not fit x of shape " + ToString(shape));
   args.amax_stride = amax_shape.back();
   for (int i = 0; i < 2; ++i) {
     const int64_t index = flags[i] / kAmaxIndex;
     if (!(flags[i] & kWanted)) continue;
-    if (index >= args.amax_stride) return Invalid("nvfp4_quantize: amax has no value " + std::to_string(index));
+    if (index >= args.amax_stride)
+      return Invalid("nvfp4_quantize: amax has no value " + std::to_string(index));
     outputs[i]->amax = static_cast<const float*>(amax.untyped_data()) + index;
   }
-  if ((rows | columns) & kStochastic) args.key = reader.Operand<uint32_t>(ffi::U32, 2 * args.examples);
+  if ((rows | columns) & kStochastic)
+    args.key = reader.Operand<uint32_t>(ffi::U32, 2 * args.examples);
   for (int i = 0; i < 2; ++i)
     if (flags[i] & kPartner) outputs[i]->partner = reader.Operand<float>(ffi::F32, args.examples);
   for (int i = 0; i < 2; ++i) {
@@ -61,8 +74,9 @@ ffi::ErrorOr<QuantizeArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::Rem
   return args;
 }
 
-ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::RemainingArgs operands,
-               ffi::RemainingRets results, int64_t rows, int64_t columns, int64_t signs) {
+ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer amax,
+               ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t rows,
+               int64_t columns, int64_t signs) {
   const auto args = Check(x, amax, operands, results, rows, columns, signs);
   if (args.has_error()) return args.error();
   QuantizeOnCpu(*args, XlaParallel(pool));
@@ -74,8 +88,8 @@ auto Signature(Binding binding) {
   return std::move(binding)
       .template Arg<ffi::AnyBuffer>()  // x [*examples, *batch, rows, k]
       .template Arg<ffi::AnyBuffer>()  // amax f32[*examples, values]
-      .RemainingArgs()                 // key u32[*examples, 2], partner of rows, partner of columns: those wanted
-      .RemainingRets()                 // codes, scales, global scale of rows, then of columns: those wanted
+      .RemainingArgs()  // key u32[*examples, 2], partner of rows, partner of columns: those wanted
+      .RemainingRets()  // codes, scales, global scale of rows, then of columns: those wanted
       .template Attr<int64_t>("rows")
       .template Attr<int64_t>("columns")
       .template Attr<int64_t>("signs");

@@ -1,4 +1,5 @@
-// csrc/ops/quantize.h: float matrices to NVFP4, along K (rows), along R (columns: the transpose, quantized), or both in one pass.
+// csrc/ops/quantize.h: float matrices to NVFP4, along K (rows), along R (columns: the transpose,
+// quantized), or both in one pass.
 #pragma once
 
 #include "cpu/parallel.h"
@@ -11,9 +12,11 @@ struct QuantizeOutput {
   bool tile16 = false;      // one scale for 16 rows x 16 elements, else for 1 x 16
   bool stochastic = false;  // SR, else RNE
   bool hadamard = false;    // transform first
-  const float* amax = nullptr;     // one for each example, QuantizeArgs::amax_stride apart; after the transform
-  const float* partner = nullptr;  // [examples] or null: a factor of global_scale, to make the alpha of a GEMM
-  uint8_t* codes = nullptr;        // [examples, batch] matrices in the layout of core/scale_layout.h
+  const float* amax =
+      nullptr;  // one for each example, QuantizeArgs::amax_stride apart; after the transform
+  const float* partner =
+      nullptr;  // [examples] or null: a factor of global_scale, to make the alpha of a GEMM
+  uint8_t* codes = nullptr;  // [examples, batch] matrices in the layout of core/scale_layout.h
   uint8_t* scales = nullptr;
   float* global_scale = nullptr;  // [examples]
 };
@@ -23,8 +26,8 @@ struct QuantizeArgs {
   FloatType type;
   int64_t examples, batch, rows, k;
   int64_t amax_stride = 1;
-  const uint32_t* key;  // [examples, 2], or null without SR
-  uint32_t signs;       // of the Hadamard transform
+  const uint32_t* key;           // [examples, 2], or null without SR
+  uint32_t signs;                // of the Hadamard transform
   QuantizeOutput along_rows;     // matrices [rows, k]
   QuantizeOutput along_columns;  // matrices [k, rows]
 };

@@ -10,7 +10,14 @@ from jax_nvfp4_ops import recipes
 from jax_nvfp4_ops._native import instruction_sets, select_instruction_set
 from jax_nvfp4_ops.amax import amax
 from jax_nvfp4_ops.array import NVFP4Array
-from jax_nvfp4_ops.dot import QuantizedWeight, dot_general, einsum, fake_quantize, matmul, quantize_weight
+from jax_nvfp4_ops.dot import (
+    QuantizedWeight,
+    dot_general,
+    einsum,
+    fake_quantize,
+    matmul,
+    quantize_weight,
+)
 from jax_nvfp4_ops.format import Format
 from jax_nvfp4_ops.quantize import quantize
 from jax_nvfp4_ops.recipes import Recipe

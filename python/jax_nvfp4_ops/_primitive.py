@@ -49,9 +49,7 @@ def define(
     primitive.def_impl(functools.partial(apply_primitive, primitive))
     primitive.def_abstract_eval(abstract_eval)
     for platform in _LOWERING_PLATFORMS.values():
-        lowering = mlir.lower_fun(
-            functools.partial(call, platform=platform), multiple_results=True
-        )
+        lowering = mlir.lower_fun(functools.partial(call, platform=platform), multiple_results=True)
         mlir.register_lowering(primitive, lowering, platform=platform)
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp
@@ -63,7 +61,9 @@ def refuse_derivative(op: str, fix: str) -> Callable[..., Any]:
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
         del primals, tangents, params
-        raise NotImplementedError(f"{op}: x must not be differentiated, as rounding has no derivative; {fix}.")
+        raise NotImplementedError(
+            f"{op}: x must not be differentiated, as rounding has no derivative; {fix}."
+        )
 
     return jvp
 
@@ -72,8 +72,7 @@ def batch_to_front(operands: Sequence[Any], axes: Sequence[int | None]) -> tuple
     """Moves the mapped axis of each mapped operand to the front; returns them and its size."""
     size = next(x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None)
     return [
-        x if a is None else jax.numpy.moveaxis(x, a, 0)
-        for x, a in zip(operands, axes, strict=True)
+        x if a is None else jax.numpy.moveaxis(x, a, 0) for x, a in zip(operands, axes, strict=True)
     ], size
 
 

@@ -60,7 +60,9 @@ def amax(x: jax.Array, outputs: Sequence[str] = ("plain",)) -> tuple[jax.Array, 
     check_matrix("amax", x)
     wanted = tuple(outputs)
     if not wanted:
-        raise ValueError("amax: outputs must name at least one of 'plain', 'rows', 'columns'; got none.")
+        raise ValueError(
+            "amax: outputs must name at least one of 'plain', 'rows', 'columns'; got none."
+        )
     for output in wanted:
         check_choice("amax", "outputs", output, tuple(_OUTPUTS))
     distinct = tuple(o for o in _OUTPUTS if o in wanted)
@@ -68,7 +70,9 @@ def amax(x: jax.Array, outputs: Sequence[str] = ("plain",)) -> tuple[jax.Array, 
     return tuple(values[distinct.index(o)] for o in wanted)
 
 
-def _abstract_eval(x: Any, *, example_ndim: int, outputs: tuple[str, ...], signs: int) -> list[ShapedArray]:
+def _abstract_eval(
+    x: Any, *, example_ndim: int, outputs: tuple[str, ...], signs: int
+) -> list[ShapedArray]:
     del signs
     return [ShapedArray((*x.shape[:example_ndim], len(outputs)), jnp.float32)]
 

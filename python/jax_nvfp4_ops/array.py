@@ -37,7 +37,15 @@ class NVFP4Array:
     __slots__ = ("block", "dtype", "global_scale", "hadamard", "k", "packed", "scales")
 
     def __init__(
-        self, packed: Any, scales: Any, global_scale: Any, *, k: int, block: str, hadamard: bool, dtype: Any
+        self,
+        packed: Any,
+        scales: Any,
+        global_scale: Any,
+        *,
+        k: int,
+        block: str,
+        hadamard: bool,
+        dtype: Any,
     ) -> None:
         self.packed = packed
         self.scales = scales
@@ -113,7 +121,9 @@ class NVFP4Array:
         if not any(dtype == t for t in _FLOATS):
             raise TypeError(f"dequantize: dtype must be float32, bfloat16 or float16; got {dtype}.")
         if not self.hadamard:
-            (x,) = dequantize_p.bind(self.packed, self.scales, self.global_scale, k=self.k, dtype=dtype)
+            (x,) = dequantize_p.bind(
+                self.packed, self.scales, self.global_scale, k=self.k, dtype=dtype
+            )
             return x
         (y,) = dequantize_p.bind(
             self.packed,
@@ -124,7 +134,10 @@ class NVFP4Array:
         )
         if transformed:
             return y
-        blocks = y.reshape(*y.shape[:-1], y.shape[-1] // layout.BLOCK, layout.BLOCK) @ _inverse_hadamard()
+        blocks = (
+            y.reshape(*y.shape[:-1], y.shape[-1] // layout.BLOCK, layout.BLOCK)
+            @ _inverse_hadamard()
+        )
         return blocks.reshape(y.shape)[..., : self.k].astype(dtype)
 
     def astype(self, dtype: Any) -> jax.Array:
@@ -155,20 +168,32 @@ class NVFP4Array:
                 f"Use a slice, [..., {row}:{row + 1}, :]."
             )
         lead = tuple(lead)
-        scale = self.global_scale[lead[: self.global_scale.ndim]] if self.global_scale.ndim else self.global_scale
+        scale = (
+            self.global_scale[lead[: self.global_scale.ndim]]
+            if self.global_scale.ndim
+            else self.global_scale
+        )
         packed, scales, block = self.packed[lead], self.scales[lead], self.block
         if row != slice(None):
             linear = layout.scales_to_linear(scales, packed.shape[-2], self.k)
             packed, scales = packed[..., row, :], layout.scales_from_linear(linear[..., row, :])
             block = "1x16"  # each row has its scales; a tile may be cut
-        return NVFP4Array(packed, scales, scale, k=self.k, block=block, hadamard=self.hadamard, dtype=self.dtype)
+        return NVFP4Array(
+            packed, scales, scale, k=self.k, block=block, hadamard=self.hadamard, dtype=self.dtype
+        )
 
     def __repr__(self) -> str:
         text = f"NVFP4Array(shape={self._shape_text()}, block={self.block!r}, hadamard={self.hadamard}, dtype={self.dtype}"
         leaves = (self.packed, self.scales, self.global_scale)
-        if not all(isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer) for x in leaves):
+        if not all(
+            isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)
+            for x in leaves
+        ):
             return text + ")"
-        if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves) or self.size == 0:
+        if (
+            any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)
+            or self.size == 0
+        ):
             return text + ")"
         s = self.statistics()
         return (
@@ -195,7 +220,7 @@ class NVFP4Array:
         per_code = jnp.repeat(scale, layout.BLOCK, axis=-1)[..., : magnitude.shape[-1]]
         # Widths of the intervals that round to {0, 0.5, 1, 1.5, 2, 3, 4, 6}.
         width = jnp.array([0.5, 0.5, 0.5, 0.5, 0.75, 1.0, 1.5, 2.0])
-        index = (jax.lax.bitcast_convert_type(self.as_f4(), jnp.uint4).astype(jnp.uint8) & 7)
+        index = jax.lax.bitcast_convert_type(self.as_f4(), jnp.uint4).astype(jnp.uint8) & 7
         step = width[index] * per_code
         value = magnitude * per_code
         power = jnp.sum(value * value)
@@ -212,5 +237,7 @@ def _inverse_hadamard() -> np.ndarray:
     h = np.ones((1, 1), np.float32)
     while h.shape[0] < layout.BLOCK:
         h = np.block([[h, h], [h, -h]])
-    signs = np.array([-1.0 if HADAMARD_SIGNS >> i & 1 else 1.0 for i in range(layout.BLOCK)], np.float32)
+    signs = np.array(
+        [-1.0 if HADAMARD_SIGNS >> i & 1 else 1.0 for i in range(layout.BLOCK)], np.float32
+    )
     return (h / 4) * signs

@@ -14,13 +14,21 @@ from jax_nvfp4_ops._compat import ShapedArray
 _TARGET = "nvfp4_dequantize_v1"
 
 
-def _abstract_eval(codes: Any, scales: Any, global_scale: Any, *, k: int, dtype: Any) -> list[ShapedArray]:
+def _abstract_eval(
+    codes: Any, scales: Any, global_scale: Any, *, k: int, dtype: Any
+) -> list[ShapedArray]:
     del scales, global_scale
     return [ShapedArray((*codes.shape[:-1], k), dtype)]
 
 
 def _call(
-    codes: jax.Array, scales: jax.Array, global_scale: jax.Array, *, platform: str, k: int, dtype: Any
+    codes: jax.Array,
+    scales: jax.Array,
+    global_scale: jax.Array,
+    *,
+    platform: str,
+    k: int,
+    dtype: Any,
 ) -> Sequence[jax.Array]:
     del platform
     result = jax.ShapeDtypeStruct((*codes.shape[:-1], k), dtype)
@@ -32,12 +40,15 @@ def _batch(
 ) -> tuple[Sequence[jax.Array], Sequence[int]]:
     operands, size = _primitive.batch_to_front(operands, axes)
     operands = [
-        jnp.broadcast_to(x, (size, *x.shape)) if a is None else x for x, a in zip(operands, axes, strict=True)
+        jnp.broadcast_to(x, (size, *x.shape)) if a is None else x
+        for x, a in zip(operands, axes, strict=True)
     ]
     return dequantize_p.bind(*operands, **params), (0,)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[Any]]:
     # x = u * global_scale, linear in the global scale; codes and block scales have no derivative.
     codes, scales, global_scale = primals
     results = dequantize_p.bind(*primals, **params)

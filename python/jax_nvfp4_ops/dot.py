@@ -75,14 +75,18 @@ class _Layout:
         return matrices.reshape(permuted).transpose(inverse)
 
 
-def _layout(shape: tuple[int, ...], contracting: tuple[int, ...], batch: tuple[int, ...]) -> _Layout:
+def _layout(
+    shape: tuple[int, ...], contracting: tuple[int, ...], batch: tuple[int, ...]
+) -> _Layout:
     free = tuple(a for a in range(len(shape)) if a not in contracting and a not in batch)
     # Contracting axes go first if that moves nothing: quantize reads a matrix along both axes alike.
     first = (*batch, *contracting, *free) == tuple(range(len(shape)))
     last = (*batch, *free, *contracting) == tuple(range(len(shape)))
     groups = (free, contracting) if last or not first else (contracting, free)
     sizes = tuple(math.prod(shape[a] for a in group) for group in groups)
-    return _Layout((*batch, *groups[0], *groups[1]), (*(shape[a] for a in batch), *sizes), last or not first)
+    return _Layout(
+        (*batch, *groups[0], *groups[1]), (*(shape[a] for a in batch), *sizes), last or not first
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +102,11 @@ class _Config:
 
 
 def _quantize(
-    x: jax.Array, contracting_last: bool, contracting: Format | None, free: Format | None, **options: Any
+    x: jax.Array,
+    contracting_last: bool,
+    contracting: Format | None,
+    free: Format | None,
+    **options: Any,
 ) -> tuple[NVFP4Array | None, NVFP4Array | None]:
     """x quantized along its contracting and along its free axis, in one pass."""
     if contracting_last:
@@ -111,26 +119,38 @@ def _operand_key(key: jax.Array | None, number: int, *formats: Format | None) ->
     """The key of operand `number`; None where no format draws. The gradient, 0, takes the caller's key as it is."""
     if all(f is None or f.rounding == "rne" for f in formats):
         return None
-    return key if number == 0 else jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), number))
+    return (
+        key
+        if number == 0
+        else jax.random.key_data(
+            jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), number)
+        )
+    )
 
 
 def _quantize_x(x: jax.Array, key: Any, c: _Config, backward: bool) -> tuple[Any, Any]:
     free = c.recipe.x_wgrad if backward else None
-    return _quantize(x, c.x_last, c.recipe.x_fprop, free, key=_operand_key(key, 1, c.recipe.x_fprop, free))
+    return _quantize(
+        x, c.x_last, c.recipe.x_fprop, free, key=_operand_key(key, 1, c.recipe.x_fprop, free)
+    )
 
 
 def _quantize_w(w: Any, key: Any, c: _Config, backward: bool) -> tuple[Any, Any]:
     if isinstance(w, QuantizedWeight):
         return w.fprop, w.dgrad
     free = c.recipe.w_dgrad if backward else None
-    return _quantize(w, c.w_last, c.recipe.w_fprop, free, key=_operand_key(key, 2, c.recipe.w_fprop, free))
+    return _quantize(
+        w, c.w_last, c.recipe.w_fprop, free, key=_operand_key(key, 2, c.recipe.w_fprop, free)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _linear(x: jax.Array, w: Any, key: Any, c: _Config) -> jax.Array:
     """y[..., M, N] of matrices x and w in the layouts of the config."""
     return matmul_quantized(
-        _quantize_x(x, key, c, backward=False)[0], _quantize_w(w, key, c, backward=False)[0], out_dtype=c.out_dtype
+        _quantize_x(x, key, c, backward=False)[0],
+        _quantize_w(w, key, c, backward=False)[0],
+        out_dtype=c.out_dtype,
     )
 
 
@@ -150,8 +170,11 @@ def _linear_fwd(x: jax.Array, w: Any, key: Any, c: _Config) -> tuple[jax.Array, 
             "quantize_weight(w, ..., backward=True), or pass the array itself."
         )
     y = named(matmul_quantized(x_fprop, w_fprop, out_dtype=c.out_dtype), "nvfp4_y")
-    kept = (named(x_wgrad, "nvfp4_x"), named(w_dgrad, "nvfp4_w")) if nvfp4 else (
-        named(x_fprop, "nvfp4_x"), named(w_fprop, "nvfp4_w"))
+    kept = (
+        (named(x_wgrad, "nvfp4_x"), named(w_dgrad, "nvfp4_w"))
+        if nvfp4
+        else (named(x_fprop, "nvfp4_x"), named(w_fprop, "nvfp4_w"))
+    )
     return y, (*kept, w if isinstance(w, QuantizedWeight) else None, key)
 
 
@@ -236,7 +259,9 @@ def _axes(op: str, name: str, axes: Any, ndim: int) -> tuple[int, ...]:
         raise TypeError(f"{op}: the {name} must be a sequence of axes; got {axes!r}.") from None
     normalized = tuple(a + ndim if a < 0 else a for a in given)
     if len(set(normalized)) != len(normalized) or any(not 0 <= a < ndim for a in normalized):
-        raise ValueError(f"{op}: the {name} must be different axes of an array of {ndim} axes; got {given}.")
+        raise ValueError(
+            f"{op}: the {name} must be different axes of an array of {ndim} axes; got {given}."
+        )
     return normalized
 
 
@@ -279,11 +304,17 @@ def quantize_weight(
     batch = _axes("quantize_weight", "batch axes", batch, w.ndim)
     free = recipe.w_dgrad if backward and recipe.backward == "nvfp4" else None
     if "sr" in (recipe.w_fprop.rounding, getattr(free, "rounding", "rne")) and key is None:
-        raise ValueError(f"quantize_weight: key must be given for recipe {recipe}, which rounds w stochastically; got None.")
+        raise ValueError(
+            f"quantize_weight: key must be given for recipe {recipe}, which rounds w stochastically; got None."
+        )
     words = None if key is None else key_words("quantize_weight", key)
     at = _layout(w.shape, contracting, batch)
     fprop, dgrad = _quantize(
-        at.matrices(w), at.contracting_last, recipe.w_fprop, free, key=_operand_key(words, 2, recipe.w_fprop, free)
+        at.matrices(w),
+        at.contracting_last,
+        recipe.w_fprop,
+        free,
+        key=_operand_key(words, 2, recipe.w_fprop, free),
     )
     return QuantizedWeight(fprop, dgrad, w.shape, contracting, batch)
 
@@ -334,7 +365,13 @@ def dot_general(
 
 
 def _dot_general(
-    op: str, x: Any, w: Any, dimension_numbers: Any, recipe: Any, key: Any, preferred_element_type: Any
+    op: str,
+    x: Any,
+    w: Any,
+    dimension_numbers: Any,
+    recipe: Any,
+    key: Any,
+    preferred_element_type: Any,
 ) -> jax.Array:
     if isinstance(x, NVFP4Array | QuantizedWeight) or isinstance(w, NVFP4Array):
         raise TypeError(
@@ -361,18 +398,29 @@ def _dot_general(
             raise ValueError(
                 f"{op}: an axis of {name} must be contracting or batch, not both; got {contracting} and {batch}."
             )
-    for kind, x_axes, w_axes in (("contracting", x_contracting, w_contracting), ("batch", x_batch, w_batch)):
+    for kind, x_axes, w_axes in (
+        ("contracting", x_contracting, w_contracting),
+        ("batch", x_batch, w_batch),
+    ):
         x_sizes, w_sizes = [x.shape[a] for a in x_axes], [w.shape[a] for a in w_axes]
         if x_sizes != w_sizes:
             raise ValueError(
                 f"{op}: the {kind} axes of x and w must have the same sizes; got {x_sizes} (axes {x_axes} of x, shape {x.shape}) "
                 f"and {w_sizes} (axes {w_axes} of w, shape {w.shape})."
             )
-    out_dtype = jnp.result_type(x.dtype, w.dtype) if preferred_element_type is None else preferred_element_type
-    out_dtype = check_out_dtype(op, out_dtype, "out_dtype" if op == "matmul" else "preferred_element_type")
+    out_dtype = (
+        jnp.result_type(x.dtype, w.dtype)
+        if preferred_element_type is None
+        else preferred_element_type
+    )
+    out_dtype = check_out_dtype(
+        op, out_dtype, "out_dtype" if op == "matmul" else "preferred_element_type"
+    )
     words = None if key is None else key_words(op, key)
     if recipe.forward_needs_key and words is None:
-        raise ValueError(f"{op}: key must be given for recipe {recipe}, which rounds x or w stochastically; got None.")
+        raise ValueError(
+            f"{op}: key must be given for recipe {recipe}, which rounds x or w stochastically; got None."
+        )
 
     x_at = _layout(x.shape, x_contracting, x_batch)
     w_at = _layout(w.shape, w_contracting, w_batch)
@@ -385,7 +433,9 @@ def _dot_general(
         matrices: Any = w
     else:
         matrices = w_at.matrices(w)
-    config = _Config(recipe, x_at.contracting_last, w_at.contracting_last, x.dtype, w.dtype, out_dtype)
+    config = _Config(
+        recipe, x_at.contracting_last, w_at.contracting_last, x.dtype, w.dtype, out_dtype
+    )
     y = _linear(x_at.matrices(x), matrices, words, config)
     free = [
         tuple(s for a, s in enumerate(v.shape) if a not in contracting and a not in batch)
@@ -439,11 +489,15 @@ def einsum(
     )
     y = _dot_general("einsum", x, w, dims, recipe, key, preferred_element_type)
     shared = {*batch, *contracting}
-    natural = batch + [c for c in x_labels if c not in shared] + [c for c in w_labels if c not in shared]
+    natural = (
+        batch + [c for c in x_labels if c not in shared] + [c for c in w_labels if c not in shared]
+    )
     return y.transpose(axes(out_labels, natural))
 
 
-def _parse_einsum(subscripts: str, x_ndim: int, w_ndim: int) -> tuple[list[str], list[str], list[str]]:
+def _parse_einsum(
+    subscripts: str, x_ndim: int, w_ndim: int
+) -> tuple[list[str], list[str], list[str]]:
     """Labels of the axes of x, w and the result; those of an ellipsis are numbered from the right."""
     if not isinstance(subscripts, str) or subscripts.count("->") != 1 or subscripts.count(",") != 1:
         raise ValueError(f"einsum: subscripts must be of the form 'x,w->y'; got {subscripts!r}.")
@@ -452,15 +506,21 @@ def _parse_einsum(subscripts: str, x_ndim: int, w_ndim: int) -> tuple[list[str],
     def expand(term: str, ndim: int | None) -> list[str]:
         letters = term.replace("...", "", 1)
         if not all(c.isalpha() for c in letters):
-            raise ValueError(f"einsum: subscripts must be letters and one '...' in each term; got {term!r} in {subscripts!r}.")
+            raise ValueError(
+                f"einsum: subscripts must be letters and one '...' in each term; got {term!r} in {subscripts!r}."
+            )
         if len(set(letters)) != len(letters):
-            raise ValueError(f"einsum: a letter must stand once in a term; got {term!r} in {subscripts!r}.")
+            raise ValueError(
+                f"einsum: a letter must stand once in a term; got {term!r} in {subscripts!r}."
+            )
         if "..." not in term:
             hidden = 0
         else:
             hidden = hidden_most if ndim is None else ndim - len(letters)
         if ndim is not None and (hidden < 0 or len(letters) + hidden != ndim):
-            raise ValueError(f"einsum: {term!r} in {subscripts!r} must fit an operand of {ndim} axes.")
+            raise ValueError(
+                f"einsum: {term!r} in {subscripts!r} must fit an operand of {ndim} axes."
+            )
         before, _, after = term.partition("...")
         return [*before, *(f"...{i}" for i in reversed(range(hidden))), *after]
 
@@ -471,7 +531,9 @@ def _parse_einsum(subscripts: str, x_ndim: int, w_ndim: int) -> tuple[list[str],
     out_labels = expand(out, None)
     for c in out_labels:
         if c not in x_labels and c not in w_labels:
-            raise ValueError(f"einsum: each letter of the result must be in an operand; got {c!r} in {subscripts!r}.")
+            raise ValueError(
+                f"einsum: each letter of the result must be in an operand; got {c!r} in {subscripts!r}."
+            )
     for c in {*x_labels, *w_labels} - {*out_labels}:
         if c not in x_labels or c not in w_labels:
             raise ValueError(
@@ -530,7 +592,9 @@ def matmul(
     x = jnp.asarray(x)
     w = w if isinstance(w, QuantizedWeight) else jnp.asarray(w)
     if x.ndim < 2 or w.ndim < 2:
-        raise ValueError(f"matmul: x and w must have two axes or more; got shapes {x.shape} and {w.shape}.")
+        raise ValueError(
+            f"matmul: x and w must have two axes or more; got shapes {x.shape} and {w.shape}."
+        )
     if w.ndim != 2 and w.shape[:-2] != x.shape[:-2]:
         raise ValueError(
             f"matmul: w must be [K, N], or have the leading axes of x; got shapes {x.shape} and {w.shape}."
@@ -583,7 +647,9 @@ def fake_quantize(
 
     @jax.custom_jvp
     def rounded(x: jax.Array) -> jax.Array:
-        q = quantize(x, axis=axis, block=block, rounding=rounding, hadamard=hadamard, key=key, amax=amax)
+        q = quantize(
+            x, axis=axis, block=block, rounding=rounding, hadamard=hadamard, key=key, amax=amax
+        )
         y = q.dequantize()
         return y if axis in (-1, x.ndim - 1) else jnp.swapaxes(y, -1, -2)
 

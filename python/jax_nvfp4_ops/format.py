@@ -14,7 +14,9 @@ HADAMARD_SIGNS = 0xD7E8
 def check_choice(where: str, name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises if `value` is not one of `choices`."""
     if value not in choices:
-        raise ValueError(f"{where}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}.")
+        raise ValueError(
+            f"{where}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,9 @@ _WORKSPACE = {"cpu": 0, "cuda": 32 << 20}
 def check_out_dtype(op: str, dtype: Any, name: str = "out_dtype") -> Any:
     """The dtype of a result; raises unless it is one that a GEMM can write."""
     if not any(jnp.dtype(dtype) == t for t in _FLOATS):
-        raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16; got {jnp.dtype(dtype)}.")
+        raise TypeError(
+            f"{op}: {name} must be float32, bfloat16 or float16; got {jnp.dtype(dtype)}."
+        )
     return jnp.dtype(dtype)
 
 
@@ -50,7 +52,9 @@ def matmul_quantized(
     """
     for name, operand in (("a", a), ("b", b)):
         if not isinstance(operand, NVFP4Array):
-            raise TypeError(f"matmul: {name} must be an NVFP4Array; got {type(operand).__name__}. Use nvfp4.quantize.")
+            raise TypeError(
+                f"matmul: {name} must be an NVFP4Array; got {type(operand).__name__}. Use nvfp4.quantize."
+            )
     if a.k != b.k:
         raise ValueError(
             f"matmul: a and b must have the same last axis, K; got {a.shape} and {b.shape}. Quantized operands are "
@@ -74,7 +78,10 @@ def matmul_quantized(
         operands += [_with_axes(x.packed, len(batch) + 2), _with_axes(x.scales, len(batch) + 3)]
     if alphas is None:
         # A global scale has axes for the first of its array's leading axes.
-        alphas = [_with_axes(x.global_scale, x.global_scale.ndim + len(batch) + 2 - x.ndim) for x in (a, b)]
+        alphas = [
+            _with_axes(x.global_scale, x.global_scale.ndim + len(batch) + 2 - x.ndim)
+            for x in (a, b)
+        ]
     operands += alphas
     if bias is not None:
         bias = jnp.asarray(bias)
@@ -111,7 +118,9 @@ def _with_axes(x: jax.Array, ndim: int) -> jax.Array:
 # the operand is repeated; it may lack the last ones (alpha) or all (bias).
 
 
-def _batch_shape(operands: Sequence[Any], *, alphas: int, bias: bool, accumulate: bool) -> tuple[int, ...]:
+def _batch_shape(
+    operands: Sequence[Any], *, alphas: int, bias: bool, accumulate: bool
+) -> tuple[int, ...]:
     trailing = [2, 3, 2, 3] + [0] * alphas + [1] * bias + [2] * accumulate
     leading = [x.shape[: x.ndim - t] for x, t in zip(operands, trailing, strict=True)]
     rank = len(leading[0])
@@ -127,9 +136,17 @@ def _abstract_eval(
 
 
 def _call(
-    *operands: jax.Array, platform: str, k: int, alphas: int, bias: bool, accumulate: bool, out_dtype: Any
+    *operands: jax.Array,
+    platform: str,
+    k: int,
+    alphas: int,
+    bias: bool,
+    accumulate: bool,
+    out_dtype: Any,
 ) -> Sequence[jax.Array]:
-    (y,) = _abstract_eval(*operands, k=k, alphas=alphas, bias=bias, accumulate=accumulate, out_dtype=out_dtype)
+    (y,) = _abstract_eval(
+        *operands, k=k, alphas=alphas, bias=bias, accumulate=accumulate, out_dtype=out_dtype
+    )
     results = [
         jax.ShapeDtypeStruct(y.shape, out_dtype),
         jax.ShapeDtypeStruct((_WORKSPACE[platform],), jnp.uint8),
@@ -137,7 +154,9 @@ def _call(
     call = jax.ffi.ffi_call(
         _TARGET, results, input_output_aliases={len(operands) - 1: 0} if accumulate else None
     )
-    return call(*operands, k=np.int64(k), alphas=np.int64(alphas), bias=bias, accumulate=accumulate)[:1]
+    return call(
+        *operands, k=np.int64(k), alphas=np.int64(alphas), bias=bias, accumulate=accumulate
+    )[:1]
 
 
 def _batch(
@@ -151,7 +170,9 @@ def _batch(
     return matmul_p.bind(*operands, **params), (0,)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[Any]]:
     # y = alpha u + bias + accumulate: linear in each of them; codes and block scales have no derivative.
     (y,) = matmul_p.bind(*primals, **params)
     alphas, dtype = params["alphas"], params["out_dtype"]
@@ -161,8 +182,12 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
             continue
         dx = tangents[i]
         if i < 4 + alphas:
-            others = [jnp.ones_like(p) if j == i else p for j, p in enumerate(primals)][: 4 + alphas]
-            (unit,) = matmul_p.bind(*others, k=params["k"], alphas=alphas, bias=False, accumulate=False, out_dtype=dtype)
+            others = [jnp.ones_like(p) if j == i else p for j, p in enumerate(primals)][
+                : 4 + alphas
+            ]
+            (unit,) = matmul_p.bind(
+                *others, k=params["k"], alphas=alphas, bias=False, accumulate=False, out_dtype=dtype
+            )
             term = unit * dx.reshape(dx.shape + (1,) * (y.ndim - dx.ndim))
         elif params["bias"] and i == 4 + alphas:
             # The axes that bias lacks are leading ones; rows are repeated.
@@ -174,4 +199,6 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     return [y], [_primitive.zero_tangent(y) if dy is None else dy]
 
 
-matmul_p = _primitive.define("nvfp4_matmul", call=_call, abstract_eval=_abstract_eval, batch=_batch, jvp=_jvp)
+matmul_p = _primitive.define(
+    "nvfp4_matmul", call=_call, abstract_eval=_abstract_eval, batch=_batch, jvp=_jvp
+)

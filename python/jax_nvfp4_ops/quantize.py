@@ -67,11 +67,17 @@ def key_words(op: str, key: jax.Array) -> jax.Array:
 def _pair(name: str, value: Any, kind: type, count: int) -> tuple[Any, ...]:
     if isinstance(value, kind):
         return (value,) * count
-    if isinstance(value, tuple | list) and len(value) == count and all(isinstance(v, kind) for v in value):
+    if (
+        isinstance(value, tuple | list)
+        and len(value) == count
+        and all(isinstance(v, kind) for v in value)
+    ):
         return tuple(value)
     if count == 1:
         raise TypeError(f"quantize: {name} must be a {kind.__name__}; got {value!r}.")
-    raise TypeError(f"quantize: {name} must be a {kind.__name__}, or {count} for {count} axes; got {value!r}.")
+    raise TypeError(
+        f"quantize: {name} must be a {kind.__name__}, or {count} for {count} axes; got {value!r}."
+    )
 
 
 def quantize(
@@ -133,9 +139,13 @@ def quantize(
     formats = dict(zip(normalized, (Format(*o) for o in options), strict=True))
     stochastic = any(f.rounding == "sr" for f in formats.values())
     if stochastic and key is None:
-        raise ValueError("quantize: key must be given for rounding='sr'; got None. Pass key=jax.random.key(seed).")
+        raise ValueError(
+            "quantize: key must be given for rounding='sr'; got None. Pass key=jax.random.key(seed)."
+        )
     if not stochastic and key is not None:
-        raise ValueError("quantize: key must be None for rounding='rne', which draws nothing; drop it, or use 'sr'.")
+        raise ValueError(
+            "quantize: key must be None for rounding='rne', which draws nothing; drop it, or use 'sr'."
+        )
     words = None if key is None else key_words("quantize", key)
     values, which = None, {}
     if amax is not None:
@@ -181,7 +191,10 @@ def quantize_along(
     formats = {axis: f for axis, f in ((-1, rows), (-2, columns)) if f is not None}
     partners = partners or {}
     if amax is None:
-        source = {axis: (("rows" if axis == -1 else "columns") if f.hadamard else "plain") for axis, f in formats.items()}
+        source = {
+            axis: (("rows" if axis == -1 else "columns") if f.hadamard else "plain")
+            for axis, f in formats.items()
+        }
         outputs = tuple(o for o in ("plain", "rows", "columns") if o in source.values())
         (amax,) = amax_p.bind(
             jax.lax.stop_gradient(x), example_ndim=0, outputs=outputs, signs=HADAMARD_SIGNS
@@ -193,7 +206,9 @@ def quantize_along(
     operands += [partners[axis] for axis in formats if axis in partners]
     outputs = {axis: Output(f, which[axis], axis in partners) for axis, f in formats.items()}
     results = iter(
-        quantize_p.bind(x, *operands, rows=outputs.get(-1), columns=outputs.get(-2), signs=HADAMARD_SIGNS)
+        quantize_p.bind(
+            x, *operands, rows=outputs.get(-1), columns=outputs.get(-2), signs=HADAMARD_SIGNS
+        )
     )
 
     def take(axis: int) -> NVFP4Array | None:
@@ -201,13 +216,21 @@ def quantize_along(
             return None
         f = formats[axis]
         return NVFP4Array(
-            next(results), next(results), next(results), k=x.shape[axis], block=f.block, hadamard=f.hadamard, dtype=x.dtype
+            next(results),
+            next(results),
+            next(results),
+            k=x.shape[axis],
+            block=f.block,
+            hadamard=f.hadamard,
+            dtype=x.dtype,
         )
 
     return take(-1), take(-2)
 
 
-def _shapes(shape: tuple[int, ...], example_ndim: int, rows: Output | None, columns: Output | None) -> list[Any]:
+def _shapes(
+    shape: tuple[int, ...], example_ndim: int, rows: Output | None, columns: Output | None
+) -> list[Any]:
     *lead, r, k = shape
     results = []
     for output, out_rows, out_k in ((rows, r, k), (columns, k, r)):
@@ -253,7 +276,8 @@ def _batch(
     # Every operand has the examples first; one that is not mapped is the same for each.
     operands, size = _primitive.batch_to_front(operands, axes)
     operands = [
-        jnp.broadcast_to(x, (size, *x.shape)) if a is None else x for x, a in zip(operands, axes, strict=True)
+        jnp.broadcast_to(x, (size, *x.shape)) if a is None else x
+        for x, a in zip(operands, axes, strict=True)
     ]
     results = quantize_p.bind(*operands, **params)
     return results, (0,) * len(results)

@@ -61,7 +61,9 @@ class Recipe:
         for gemm, a, b in _GEMMS:
             for operand in (a, b):
                 if not isinstance(getattr(self, operand), Format):
-                    raise TypeError(f"Recipe: {operand} must be a Format; got {getattr(self, operand)!r}.")
+                    raise TypeError(
+                        f"Recipe: {operand} must be a Format; got {getattr(self, operand)!r}."
+                    )
             if getattr(self, a).hadamard != getattr(self, b).hadamard:
                 raise ValueError(
                     f"Recipe: {a} and {b} must both have hadamard or neither, as the transforms cancel only in the product of "
@@ -71,9 +73,13 @@ class Recipe:
     @property
     def needs_key(self) -> bool:
         """Whether a forward or a backward pass draws random bits."""
-        return self.forward_needs_key or any(
-            getattr(self, name).rounding == "sr" for name in ("g_dgrad", "w_dgrad", "x_wgrad", "g_wgrad")
-        ) and self.backward == "nvfp4"
+        return self.forward_needs_key or (
+            any(
+                getattr(self, name).rounding == "sr"
+                for name in ("g_dgrad", "w_dgrad", "x_wgrad", "g_wgrad")
+            )
+            and self.backward == "nvfp4"
+        )
 
     @property
     def forward_needs_key(self) -> bool:

@@ -118,8 +118,7 @@ LayoutOut CallLayout(const LayoutIn& in) {
                    ScaleOffset(in.row, in.block, tiles)};
 }
 
-#define FUNCTION(name, in, out, call) \
-  { name, sizeof(in), sizeof(out), Run<in, out, call> }
+#define FUNCTION(name, in, out, call) {name, sizeof(in), sizeof(out), Run<in, out, call>}
 constexpr Function kFunctions[] = {
     FUNCTION("encode_e2m1", float, uint8_t, CallEncodeE2M1),
     FUNCTION("encode_e4m3", float, uint8_t, CallEncodeE4M3),

@@ -2,8 +2,10 @@
 //
 //   gemm_test [STEP]
 //
-// Makes every STEP-th of many products with each table, one, two and three threads, and prints how many. VNNI units are built
-// with NVFP4_EMULATE_VNNI, so that they run on any machine with AVX2.
+// Makes every STEP-th of many products with each table, one, two and three threads, and prints how
+// many. VNNI units are built with NVFP4_EMULATE_VNNI, so that they run on any machine with AVX2.
+#include "cpu/gemm.h"
+
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -12,7 +14,6 @@
 #include <vector>
 
 #include "core/half.h"
-#include "cpu/gemm.h"
 
 namespace nvfp4 {
 namespace {
@@ -43,25 +44,34 @@ uint32_t Bits() {
   return static_cast<uint32_t>(state >> 32);
 }
 
-// A matrix with exactly its bytes, so that a checker of memory sees what is read beyond; padding as quantize writes it.
+// A matrix with exactly its bytes, so that a checker of memory sees what is read beyond; padding as
+// quantize writes it.
 struct Matrix {
   int64_t rows, k;
   std::vector<uint8_t> codes, scales;
 
-  Matrix(int64_t rows, int64_t k) : rows(rows), k(k), codes(rows * CodesStride(k)), scales(ScalesSize(rows, k)) {
+  Matrix(int64_t rows, int64_t k)
+      : rows(rows), k(k), codes(rows * CodesStride(k)), scales(ScalesSize(rows, k)) {
     for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t i = 0; i < k; ++i) codes[r * CodesStride(k) + i / 2] |= static_cast<uint8_t>((Bits() & 15) << i % 2 * 4);
-      // All scales but NaN; every eighth block the largest of all codes, so that no sum may overflow.
+      for (int64_t i = 0; i < k; ++i)
+        codes[r * CodesStride(k) + i / 2] |= static_cast<uint8_t>((Bits() & 15) << i % 2 * 4);
+      // All scales but NaN; every eighth block the largest of all codes, so that no sum may
+      // overflow.
       for (int64_t b = 0; b < BlocksOf(k); ++b) {
         scales[ScaleOffset(r, b, TileColumns(k))] = static_cast<uint8_t>(Bits() % 0x7F);
         if (Bits() % 8 == 0 && (b + 1) * kBlock <= k)
-          std::memset(&codes[r * CodesStride(k) + b * kBlock / 2], (Bits() & 1) != 0 ? 0x77 : 0xFF, kBlock / 2);
+          std::memset(&codes[r * CodesStride(k) + b * kBlock / 2], (Bits() & 1) != 0 ? 0x77 : 0xFF,
+                      kBlock / 2);
       }
     }
   }
 
-  float Code(int64_t r, int64_t i) const { return DecodeE2M1(codes[r * CodesStride(k) + i / 2] >> i % 2 * 4 & 15); }
-  float Scale(int64_t r, int64_t b) const { return DecodeE4M3(scales[ScaleOffset(r, b, TileColumns(k))]); }
+  float Code(int64_t r, int64_t i) const {
+    return DecodeE2M1(codes[r * CodesStride(k) + i / 2] >> i % 2 * 4 & 15);
+  }
+  float Scale(int64_t r, int64_t b) const {
+    return DecodeE4M3(scales[ScaleOffset(r, b, TileColumns(k))]);
+  }
 };
 
 float LoadOne(FloatType type, const std::vector<uint8_t>& from, int64_t i) {
@@ -86,7 +96,8 @@ void StoreOne(FloatType type, std::vector<uint8_t>& to, int64_t i, float v) {
 
 std::vector<uint8_t> RandomFloats(FloatType type, int64_t n) {
   std::vector<uint8_t> v(n * SizeOf(type));
-  for (int64_t i = 0; i < n; ++i) StoreOne(type, v, i, static_cast<float>(static_cast<int32_t>(Bits())) * 0x1p-28f);
+  for (int64_t i = 0; i < n; ++i)
+    StoreOne(type, v, i, static_cast<float>(static_cast<int32_t>(Bits())) * 0x1p-28f);
   return v;
 }
 
@@ -116,7 +127,8 @@ void Check(const Case& c) {
   std::vector<Matrix> a, b;
   for (int64_t i = 0; i < (c.shared ? 1 : c.count); ++i) a.emplace_back(c.m, c.k);
   for (int64_t i = 0; i < c.count; ++i) b.emplace_back(c.n, c.k);
-  const std::vector<uint8_t> bias = RandomFloats(c.bias_type, c.n), accumulate = RandomFloats(c.out, c.count * c.m * c.n);
+  const std::vector<uint8_t> bias = RandomFloats(c.bias_type, c.n),
+                             accumulate = RandomFloats(c.out, c.count * c.m * c.n);
   std::vector<uint8_t> expected(c.count * c.m * c.n * SizeOf(c.out));
   for (int64_t p = 0; p < c.count; ++p) {
     const Matrix &x = a[c.shared ? 0 : p], &w = b[p];
@@ -126,7 +138,8 @@ void Check(const Case& c) {
         float acc = 0;
         for (int64_t block = 0; block < BlocksOf(c.k); ++block) {
           float sum = 0;
-          for (int64_t e = block * kBlock; e < (block + 1) * kBlock && e < c.k; ++e) sum += x.Code(i, e) * w.Code(j, e);
+          for (int64_t e = block * kBlock; e < (block + 1) * kBlock && e < c.k; ++e)
+            sum += x.Code(i, e) * w.Code(j, e);
           acc += sum * (x.Scale(i, block) * w.Scale(j, block));
         }
         float y = alpha * acc;
@@ -139,8 +152,10 @@ void Check(const Case& c) {
   }
   for (const Table& table : kTables) {
     for (int threads = 1; threads <= 3; ++threads) {
-      // The result takes the place of accumulate, as when that is donated; elsewhere its memory is poisoned.
-      std::vector<uint8_t> y = c.accumulate ? accumulate : std::vector<uint8_t>(expected.size(), 0xCD);
+      // The result takes the place of accumulate, as when that is donated; elsewhere its memory is
+      // poisoned.
+      std::vector<uint8_t> y =
+          c.accumulate ? accumulate : std::vector<uint8_t>(expected.size(), 0xCD);
       std::vector<MatmulProduct> products;
       for (int64_t p = 0; p < c.count; ++p) {
         uint8_t* at = y.data() + p * c.m * c.n * SizeOf(c.out);
@@ -152,13 +167,17 @@ void Check(const Case& c) {
                             c.accumulate ? at : nullptr,
                             at});
       }
-      MatmulWith(*table.kernels, {c.m, c.n, c.k, c.out, c.bias_type}, products.data(), c.count, Threads(threads));
+      MatmulWith(*table.kernels, {c.m, c.n, c.k, c.out, c.bias_type}, products.data(), c.count,
+                 Threads(threads));
       for (size_t i = 0; i < y.size(); ++i) {
         if (y[i] == expected[i]) continue;
         const int64_t element = static_cast<int64_t>(i) / SizeOf(c.out);
-        std::fprintf(stderr, "%s, %d threads, M %lld N %lld K %lld, %lld products: element %lld is %a, expected %a\n", table.name,
-                     threads, static_cast<long long>(c.m), static_cast<long long>(c.n), static_cast<long long>(c.k),
-                     static_cast<long long>(c.count), static_cast<long long>(element), LoadOne(c.out, y, element),
+        std::fprintf(stderr,
+                     "%s, %d threads, M %lld N %lld K %lld, %lld products: element %lld is %a, "
+                     "expected %a\n",
+                     table.name, threads, static_cast<long long>(c.m), static_cast<long long>(c.n),
+                     static_cast<long long>(c.k), static_cast<long long>(c.count),
+                     static_cast<long long>(element), LoadOne(c.out, y, element),
                      LoadOne(c.out, expected, element));
         std::exit(1);
       }
@@ -181,7 +200,8 @@ int main(int argc, char** argv) {
     for (int64_t n : ns)
       for (int64_t k : ks) {
         const int i = static_cast<int>(cases.size());
-        cases.push_back({m, n, k, 1, types[i % 3], types[i / 3 % 3], i / 2 % 2 == 0, i / 4 % 2 == 0, false});
+        cases.push_back(
+            {m, n, k, 1, types[i % 3], types[i / 3 % 3], i / 2 % 2 == 0, i / 4 % 2 == 0, false});
       }
   // More blocks than one chunk, more rows than are packed at once, batches, and nothing at all.
   for (FloatType type : types) {
