@@ -373,12 +373,14 @@ def table(
     ):
         gap = values[quantized] - values[baseline]
         lines.append(
-            f"{label:28} {values[baseline]:10.4f} {values[quantized]:14.4f} {gap:+9.4f} ({100 * gap / values[baseline]:+.2f} %)"
+            f"{label:28} {values[baseline]:10.4f} {values[quantized]:14.4f} {gap:+9.4f} "
+            f"({100 * gap / values[baseline]:+.2f} %)"
         )
     if seconds:
         ratio = seconds[baseline] / seconds[quantized]
         lines.append(
-            f"{'time a step, median':28} {1e3 * seconds[baseline]:7.0f} ms {1e3 * seconds[quantized]:11.0f} ms {ratio:10.2f}x as fast"
+            f"{'time a step, median':28} {1e3 * seconds[baseline]:7.0f} ms "
+            f"{1e3 * seconds[quantized]:11.0f} ms {ratio:10.2f}x as fast"
         )
     return "\n".join(lines)
 
@@ -449,7 +451,8 @@ def main(arguments: list[str] | None = None) -> int:
         run.load(checkpoint)
         print(f"goes on with {checkpoint} at step {run.step}")
     print(
-        f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.2f}M parameters on {train.size / 1e6:.1f} MB of the standard library: "
+        f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.2f}M parameters "
+        f"on {train.size / 1e6:.1f} MB of the standard library: "
         f"{args.baseline} against NVFP4, recipe {args.recipe}"
     )
 

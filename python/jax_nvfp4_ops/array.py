@@ -56,12 +56,14 @@ class NVFP4Array:
         self.dtype = jnp.dtype(dtype)
 
     def tree_flatten_with_keys(self) -> Any:
+        """The three arrays with their names, and what is static."""
         key = jax.tree_util.GetAttrKey
         children = tuple((key(n), getattr(self, n)) for n in ("packed", "scales", "global_scale"))
         return children, (self.k, self.block, self.hadamard, self.dtype)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> NVFP4Array:
+        """The inverse; children may be anything that a tree can hold."""
         k, block, hadamard, dtype = aux
         return cls(*children, k=k, block=block, hadamard=hadamard, dtype=dtype)
 
@@ -72,10 +74,12 @@ class NVFP4Array:
 
     @property
     def ndim(self) -> int:
+        """Number of axes."""
         return len(self.packed.shape)
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return int(np.prod(self.shape))
 
     @property
@@ -211,8 +215,8 @@ class NVFP4Array:
         """What the codes tell about the error, without the original.
 
         Returns:
-          f32[] each: "zero", share of codes that are 0; "saturated", share at +-6; "underflowed", share of blocks whose scale is 0;
-          "relative_error", the root mean square rounding error to expect, if values spread evenly between the points of the grid,
+          f32[] each: "zero", share of codes that are 0; "saturated", share at +-6; "underflowed", share of blocks
+          whose scale is 0; "relative_error", the root mean square rounding error to expect, if values spread evenly between the points of the grid,
           relative to that of the values.
         """
         magnitude = jnp.abs(self.as_f4().astype(jnp.float32))

@@ -44,10 +44,12 @@ class QuantizedWeight:
 
     @property
     def ndim(self) -> int:
+        """Number of axes of the array that was quantized."""
         return len(self.shape)
 
     @property
     def dtype(self) -> Any:
+        """Of the array that was quantized."""
         return self.fprop.dtype
 
 
@@ -66,6 +68,7 @@ class _Layout:
     contracting_last: bool
 
     def matrices(self, x: jax.Array) -> jax.Array:
+        """The operand as matrices."""
         return x.transpose(self.permutation).reshape(self.shape)
 
     def restore(self, matrices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -107,7 +110,7 @@ def _quantize(
     contracting: Format | None,
     free: Format | None,
     **options: Any,
-) -> tuple[NVFP4Array | None, NVFP4Array | None]:
+) -> tuple[Any, Any]:
     """x quantized along its contracting and along its free axis, in one pass."""
     if contracting_last:
         return quantize_along(x, contracting, free, **options)
@@ -119,13 +122,10 @@ def _operand_key(key: jax.Array | None, number: int, *formats: Format | None) ->
     """The key of operand `number`; None where no format draws. The gradient, 0, takes the caller's key as it is."""
     if all(f is None or f.rounding == "rne" for f in formats):
         return None
-    return (
-        key
-        if number == 0
-        else jax.random.key_data(
-            jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), number)
-        )
-    )
+    if key is None or number == 0:
+        return key
+    typed = jax.random.wrap_key_data(key, impl="threefry2x32")
+    return jax.random.key_data(jax.random.fold_in(typed, number))
 
 
 def _quantize_x(x: jax.Array, key: Any, c: _Config, backward: bool) -> tuple[Any, Any]:
@@ -336,8 +336,8 @@ def dot_general(
     Args:
       x: f32|bf16|f16[...]: the activation.
       w: f32|bf16|f16[...]: the weight; or a `QuantizedWeight`.
-      dimension_numbers: `((x contracting, w contracting), (x batch, w batch))`, as for `jax.lax.dot_general`. Other axes of x make
-        the rows M, those of w the columns N. Any sizes; axes are only moved in memory if the groups are interleaved.
+      dimension_numbers: `((x contracting, w contracting), (x batch, w batch))`, as for `jax.lax.dot_general`.
+        Other axes of x make the rows M, those of w the columns N. Any sizes; axes are only moved in memory if the groups are interleaved.
       recipe: How to quantize; see `nvfp4.recipes`.
       key: A `jax.random` key, a fresh one for each step and layer; needed to differentiate with a recipe that rounds
         gradients stochastically.
@@ -456,11 +456,13 @@ def einsum(
     """`jnp.einsum` of an activation and a weight on NVFP4 operands.
 
     Args:
-      subscripts: As "btd,df->btf" or "...k,kn->...n". A letter stands at most once in each operand; a letter that the result lacks is
-        in both operands.
+      subscripts: As "btd,df->btf" or "...k,kn->...n". A letter stands at most once in each operand; a letter that
+        the result lacks is in both operands.
       x: f32|bf16|f16[...]: the activation.
       w: f32|bf16|f16[...]: the weight; or a `QuantizedWeight`.
-      recipe, key, preferred_element_type: As for `dot_general`, which computes it.
+      recipe: As for `dot_general`, which computes it.
+      key: As for `dot_general`.
+      preferred_element_type: As for `dot_general`.
 
     Returns:
       The result, axes in the order of the subscripts.
@@ -513,9 +515,8 @@ def _parse_einsum(
             raise ValueError(
                 f"einsum: a letter must stand once in a term; got {term!r} in {subscripts!r}."
             )
-        if "..." not in term:
-            hidden = 0
-        else:
+        hidden = 0
+        if "..." in term:
             hidden = hidden_most if ndim is None else ndim - len(letters)
         if ndim is not None and (hidden < 0 or len(letters) + hidden != ndim):
             raise ValueError(
@@ -554,7 +555,8 @@ def matmul(
 ) -> jax.Array:
     """The product of two matrices in NVFP4.
 
-    Two quantized arrays are multiplied as they are stored, `x[..., M, K] w[..., N, K]^T`: a weight [K, N] is quantized with axis=-2.
+    Two quantized arrays are multiplied as they are stored, `x[..., M, K] w[..., N, K]^T`:
+    a weight [K, N] is quantized with axis=-2.
     Two arrays are multiplied like `x @ w`, `x[..., M, K] w[K, N]`, differentiably, as `dot_general` does.
 
     Args:
@@ -564,7 +566,8 @@ def matmul(
       out_dtype: float32, bfloat16 or float16; by default that of what was quantized, promoted.
       bias: f32|bf16|f16[N], added to each row before the result is rounded (quantized arrays), or to the result.
       accumulate: out_dtype[..., M, N], added likewise. With quantized arrays its memory is used for the result if it is donated.
-      recipe, key: For arrays, as for `dot_general`; quantized arrays have theirs behind them.
+      recipe: For arrays, as for `dot_general`; quantized arrays have it behind them.
+      key: For arrays, as for `dot_general`.
 
     Returns:
       out_dtype[..., M, N].
@@ -627,7 +630,12 @@ def fake_quantize(
 
     Args:
       x: f32|bf16|f16[..., R, K].
-      axis, block, rounding, hadamard, key, amax: As for `quantize`; axis is -1 or -2.
+      axis: As for `quantize`, -1 or -2.
+      block: As for `quantize`.
+      rounding: As for `quantize`.
+      hadamard: As for `quantize`.
+      key: As for `quantize`.
+      amax: As for `quantize`.
 
     Returns:
       Like x.

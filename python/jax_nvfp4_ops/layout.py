@@ -13,6 +13,7 @@ _CODES_ALIGN = 32
 
 
 def ceil_div(a: int, b: int) -> int:
+    """The quotient of a and b, rounded up."""
     return -(-a // b)
 
 

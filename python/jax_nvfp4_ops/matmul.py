@@ -162,7 +162,8 @@ def _call(
 def _batch(
     operands: Sequence[Any], axes: Sequence[int | None], **params: Any
 ) -> tuple[Sequence[jax.Array], Sequence[int]]:
-    # An operand that is not mapped is repeated by the kernel, not in memory; only accumulate, which is overwritten, has to be whole.
+    # An operand that is not mapped is repeated by the kernel, not in memory; only accumulate, which is
+    # overwritten, has to be whole.
     operands, size = _primitive.batch_to_front(operands, axes)
     operands = [x[None] if a is None else x for x, a in zip(operands, axes, strict=True)]
     if params["accumulate"]:

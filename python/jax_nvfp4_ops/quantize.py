@@ -173,7 +173,7 @@ def quantize_along(
     amax: jax.Array | None = None,
     which: Mapping[int, int] | None = None,
     partners: dict[int, jax.Array] | None = None,
-) -> tuple[NVFP4Array | None, NVFP4Array | None]:
+) -> tuple[Any, Any]:
     """Quantizes x[..., R, K] along its last axis, the one before it, or both, in one call of the primitive.
 
     Args:
@@ -195,11 +195,12 @@ def quantize_along(
             axis: (("rows" if axis == -1 else "columns") if f.hadamard else "plain")
             for axis, f in formats.items()
         }
-        outputs = tuple(o for o in ("plain", "rows", "columns") if o in source.values())
+        values = tuple(o for o in ("plain", "rows", "columns") if o in source.values())
         (amax,) = amax_p.bind(
-            jax.lax.stop_gradient(x), example_ndim=0, outputs=outputs, signs=HADAMARD_SIGNS
+            jax.lax.stop_gradient(x), example_ndim=0, outputs=values, signs=HADAMARD_SIGNS
         )
-        which = {axis: outputs.index(o) for axis, o in source.items()}
+        which = {axis: values.index(o) for axis, o in source.items()}
+    which = which or {}
     operands = [amax]
     if any(f.rounding == "sr" for f in formats.values()):
         operands.append(key)
