@@ -177,6 +177,12 @@ def test_a_recipe_that_draws_needs_a_key_to_be_differentiated():
         jax.grad(f)(X)
 
 
+def test_a_recipe_that_draws_in_the_forward_pass_needs_a_key():
+    recipe = nvfp4.Recipe(x_fprop=nvfp4.Format(rounding="sr"))
+    with pytest.raises(ValueError, match=r"dot_general: key must be given .*; got None"):
+        nvfp4.dot_general(X, X.T, MATRIX, recipe=recipe)
+
+
 def test_recipes_that_make_no_sense():
     sr, rht = nvfp4.Format(rounding="sr"), nvfp4.Format(hadamard=True)
     with pytest.raises(ValueError, match=r"Recipe: x_wgrad and g_wgrad must both have hadamard"):

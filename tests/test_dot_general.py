@@ -27,6 +27,25 @@ RECIPES = {
     "nvidia": (nvfp4.recipes.NVIDIA, oracle.NVIDIA),
     "rne": (nvfp4.recipes.RNE, oracle.RNE),
 }
+# Every option where the presets do not have it.
+OTHER = (
+    nvfp4.Recipe(
+        x_fprop=nvfp4.Format(hadamard=True),
+        w_fprop=nvfp4.Format("16x16", hadamard=True),
+        g_dgrad=nvfp4.Format("16x16", "sr", True),
+        w_dgrad=nvfp4.Format(hadamard=True),
+        x_wgrad=nvfp4.Format("16x16"),
+        g_wgrad=nvfp4.Format("16x16", "sr"),
+    ),
+    oracle.Recipe(
+        x_fprop=oracle.How(rotate=True),
+        w_fprop=oracle.How("16x16", rotate=True),
+        g_dgrad=oracle.How("16x16", "sr", True),
+        w_dgrad=oracle.How(rotate=True),
+        x_wgrad=oracle.How("16x16"),
+        g_wgrad=oracle.How("16x16", "sr"),
+    ),
+)
 MATRIX = (((1,), (0,)), ((), ()))  # x[T, K] w[K, N]
 
 
@@ -44,7 +63,7 @@ def with_gradients(x, w, g, dims, recipe, **kw):
 
 def check(x, w, dims, name, dtype=None, **kw):
     """y, dx, dw of the package are the oracle's."""
-    recipe, theirs = RECIPES[name]
+    recipe, theirs = OTHER if name == "other" else RECIPES[name]
     out = jnp.dtype(dtype or jnp.result_type(x, w))
     c = Canonical(np.shape(x), np.shape(w), dims)
     g = wide((*c.batch, *c.m, *c.n), out, seed=9)
@@ -55,7 +74,7 @@ def check(x, w, dims, name, dtype=None, **kw):
     return got
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, "other"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tkn", [(64, 80, 48), (33, 70, 17), (128, 256, 130), (1, 16, 1)], ids=str)
 def test_every_recipe(tkn, dtype, name, instruction_set):
@@ -144,6 +163,24 @@ def test_einsum_has_the_bits_of_dot_general():
     want = nvfp4.dot_general(x, w, (((2,), (0,)), ((), ())), recipe=nvfp4.recipes.NVIDIA, key=KEY)
     got = nvfp4.einsum("btd,dhk->bthk", x, w, recipe=nvfp4.recipes.NVIDIA, key=KEY)
     assert_same_bits(got, want)
+
+
+def test_a_recipe_that_draws_in_the_forward_pass():
+    """x and w have bits of their own, which no other operand has, and which the key decides."""
+    sr = nvfp4.Format(rounding="sr")
+    recipe = nvfp4.Recipe(x_fprop=sr, w_fprop=sr)
+    x = normal((32, 48))
+
+    def f(key):
+        return np.asarray(nvfp4.dot_general(x, x.T, MATRIX, recipe=recipe, key=key))
+
+    assert_same_bits(f(KEY), f(KEY))
+    assert (f(KEY) != f(jax.random.key(6))).mean() > 0.9
+    # With the same codes for x and x.T the product would be symmetric.
+    assert (f(KEY) != f(KEY).T).mean() > 0.8
+    mean = np.mean([f(key) for key in jax.random.split(KEY, 64)], 0)
+    one = np.linalg.norm(f(KEY) - x @ x.T)
+    assert np.linalg.norm(mean - x @ x.T) < one / 4  # noise, not bias: an eighth
 
 
 # --- transformations ----------------------------------------------------------------------------
@@ -403,7 +440,7 @@ def products(draw):
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)  # a second each
 @hypothesis.given(
     products(),
-    st.sampled_from(list(RECIPES)),
+    st.sampled_from([*RECIPES, "other"]),
     st.sampled_from(list(DTYPES)),
     st.integers(0, 2**32 - 1),
 )

@@ -166,8 +166,8 @@ def quantized(leaves, like):
 
 @pytest.mark.parametrize("lead", [(), (3,)], ids=str)
 def test_matmul_is_linear_in_scales_bias_and_accumulate(lead):
-    qa, qb = (jax.vmap(nvfp4.quantize) if lead else nvfp4.quantize for _ in "ab")
-    qa, qb = qa(normal((*lead, 6, 40))), qb(normal((*lead, 5, 40), seed=1))
+    quantize = jax.vmap(nvfp4.quantize) if lead else nvfp4.quantize
+    qa, qb = quantize(normal((*lead, 6, 40))), quantize(normal((*lead, 5, 40), seed=1))
     bias, accumulate = normal((5,), seed=2), normal((*lead, 6, 5), seed=3)
     weight = normal((*lead, 6, 5), seed=4)
 
