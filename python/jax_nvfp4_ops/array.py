@@ -216,8 +216,8 @@ class NVFP4Array:
 
         Returns:
           f32[] each: "zero", share of codes that are 0; "saturated", share at +-6; "underflowed", share of blocks
-          whose scale is 0; "relative_error", the root mean square rounding error to expect, if values spread evenly between the points of the grid,
-          relative to that of the values.
+          whose scale is 0; "relative_error", the root mean square rounding error to expect, if values spread evenly
+          between the points of the grid, relative to that of the values.
         """
         magnitude = jnp.abs(self.as_f4().astype(jnp.float32))
         scale = self.linear_scales().astype(jnp.float32)

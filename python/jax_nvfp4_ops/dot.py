@@ -337,7 +337,8 @@ def dot_general(
       x: f32|bf16|f16[...]: the activation.
       w: f32|bf16|f16[...]: the weight; or a `QuantizedWeight`.
       dimension_numbers: `((x contracting, w contracting), (x batch, w batch))`, as for `jax.lax.dot_general`.
-        Other axes of x make the rows M, those of w the columns N. Any sizes; axes are only moved in memory if the groups are interleaved.
+        Other axes of x make the rows M, those of w the columns N. Any sizes; axes are only moved in memory if
+        the groups are interleaved.
       recipe: How to quantize; see `nvfp4.recipes`.
       key: A `jax.random` key, a fresh one for each step and layer; needed to differentiate with a recipe that rounds
         gradients stochastically.
