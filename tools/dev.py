@@ -159,12 +159,15 @@ def demo(arguments: argparse.Namespace) -> int:
 
 def test(arguments: argparse.Namespace) -> int:
     set_up(arguments)
+    # All tests: on all cores, up to what memory is sure to suffice for.
+    workers = str(min(8, os.cpu_count() or 1))
+    chosen = arguments.rest or ["-n", workers, "--dist", "worksteal"]
     steps = {
         "lint": [BIN / "ruff", "check", "--quiet"],
         "format of Python": [BIN / "ruff", "format", "--check", "--quiet"],
         "format of C++": [BIN / "clang-format", "--dry-run", "--Werror", *cpp_files()],
         "types": [BIN / "mypy"],
-        "tests": [BIN / "python", "-m", "pytest", *arguments.rest],
+        "tests": [BIN / "python", "-m", "pytest", *chosen],
     }
     failed = []
     for name, command in steps.items():
