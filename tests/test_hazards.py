@@ -1,5 +1,7 @@
 """What went wrong in public NVFP4 libraries, one test for each, numbered as in their list."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import jax_nvfp4_ops as nvfp4
@@ -329,14 +331,48 @@ def test_31_each_tensor_is_quantized_once():
     assert calls(gradients, *args, op="dequantize") == 0
 
 
-def test_31_remat_with_our_policy_quantizes_nothing_twice():
+def traced(f, *args, op="quantize"):
+    """How often the traced program has an op, before XLA merges what is alike."""
+
+    def count(jaxpr):
+        total = 0
+        for equation in jaxpr.eqns:
+            total += equation.primitive.name == f"nvfp4_{op}"
+            for value in jax.tree.leaves(equation.params, is_leaf=lambda v: hasattr(v, "eqns")):
+                inner = getattr(value, "jaxpr", value)  # of a closed one
+                total += count(inner) if hasattr(inner, "eqns") else 0
+        return total
+
+    return count(jax.make_jaxpr(f)(*args).jaxpr)
+
+
+@pytest.mark.parametrize(("policy", "quantized", "multiplied"), [("ours", 3, 3), ("none", 5, 3)])
+def test_31_remat_with_our_policy_quantizes_nothing_twice(policy, quantized, multiplied):
+    args = *training_operands(), KEY
+    options = {"policy": nvfp4.checkpoint_policy} if policy == "ours" else {}
+
+    def rematerialized(*args):
+        return gradients(*args, wrap=lambda f: jax.checkpoint(f, **options))
+
+    assert traced(rematerialized, *args) == quantized
+    assert traced(rematerialized, *args, op="matmul") == multiplied
+    assert traced(gradients, *args) == 3
+
+
+def test_31_our_policy_keeps_the_result_too():
+    """With a following op that needs y, the product is not computed twice either."""
     args = *training_operands(), KEY
 
-    def ours(*args):
-        return gradients(*args, wrap=lambda f: jax.checkpoint(f, policy=nvfp4.checkpoint_policy))
+    def f(x, w, g, key, policy):
+        def layer(x, w):
+            return jnp.tanh(dot(x, w, key))
 
-    assert calls(ours, *args) == 3
-    assert calls(ours, *args, op="matmul") == 3
+        y, pull = jax.vjp(jax.checkpoint(layer, policy=policy), x, w)
+        return y, *pull(g)
+
+    ours = functools.partial(f, policy=nvfp4.checkpoint_policy)
+    assert traced(ours, *args, op="matmul") == 3
+    assert traced(functools.partial(f, policy=None), *args, op="matmul") == 4
 
 
 def test_31_residuals_are_the_quantized_tensors():
