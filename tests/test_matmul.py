@@ -62,11 +62,14 @@ def test_every_shape(mnk, dtype, instruction_set):
     assert_same_bits(y, expected(qa, qb, dtype=DTYPES[dtype]))
 
 
-def test_many_tasks(instruction_set):
-    """Several cache blocks along each of M, N and K."""
-    a, qa = random_quantized((300, 4240), 1, 0.01)
-    b, qb = random_quantized((530, 4240), 2, 0.02)
-    assert_same_bits(nvfp4.matmul(a, b, out_dtype=jnp.float32), expected(qa, qb))
+@pytest.mark.parametrize("scale", [0.01, 3e-23])
+def test_many_tasks(scale, instruction_set):
+    """Several cache blocks along each of M, N and K; results that are subnormal on all threads."""
+    a, qa = random_quantized((300, 4240), 1, scale)
+    b, qb = random_quantized((530, 4240), 2, scale)
+    want = expected(qa, qb)
+    assert np.count_nonzero(want) > want.size // 2
+    assert_same_bits(nvfp4.matmul(a, b, out_dtype=jnp.float32), want)
 
 
 @pytest.mark.parametrize("code", [7, 15])

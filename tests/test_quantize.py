@@ -83,16 +83,19 @@ def test_every_shape(variant, shape):
     assert_quantized(nvfp4.quantize(x, **variant, **key_for(variant)), expected(x, variant))
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-39])
 @pytest.mark.parametrize("block", ["1x16", "16x16"])
-def test_many_tasks(block, instruction_set):
-    """Larger than any piece that a thread works on, and a multiple of none."""
-    x = wide((401, 2120), BF16)
+def test_many_tasks(block, scale, instruction_set):
+    """Larger than any piece that a thread works on, and a multiple of none; subnormals on all."""
+    x = (wide((401, 2120)) * np.float32(scale)).astype(BF16)
     variant = {"axis": -1, "block": block, "rounding": "sr", "hadamard": True}
     rows, columns = nvfp4.quantize(
         x, axis=(-1, -2), block=block, rounding="sr", hadamard=True, key=KEY
     )
     assert_quantized(rows, expected(x, variant))
     assert_quantized(columns, expected(x, {**variant, "axis": -2}))
+    want = oracle.dequantize(expected(x, variant))
+    assert_same_bits(rows.dequantize(jnp.float32, transformed=True)[:, :2120], want)
 
 
 @pytest.mark.parametrize("first", VARIANTS[:8], ids=variant_id)
