@@ -21,11 +21,15 @@ _WORKSPACE = {"cpu": 0, "cuda": 32 << 20}
 
 def check_out_dtype(op: str, dtype: Any, name: str = "out_dtype") -> Any:
     """The dtype of a result; raises unless it is one that a GEMM can write."""
-    if not any(jnp.dtype(dtype) == t for t in _FLOATS):
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        known = None
+    if not any(known == t for t in _FLOATS):
         raise TypeError(
-            f"{op}: {name} must be float32, bfloat16 or float16; got {jnp.dtype(dtype)}."
+            f"{op}: {name} must be float32, bfloat16 or float16; got {known or repr(dtype)}."
         )
-    return jnp.dtype(dtype)
+    return known
 
 
 def matmul_quantized(

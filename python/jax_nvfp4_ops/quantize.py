@@ -48,7 +48,8 @@ class Output:
 
 def key_words(op: str, key: jax.Array) -> jax.Array:
     """The two words u32[2] of a `jax.random` key (typed, or a raw uint32 array) that Philox is keyed with."""
-    key = jnp.asarray(key)
+    if not isinstance(key, jax.Array | np.ndarray):
+        raise TypeError(f"{op}: key must come from jax.random.key(seed); got {key!r}.")
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.ndim == 0:
             key = jax.random.key_data(key)
@@ -149,13 +150,19 @@ def quantize(
     words = None if key is None else key_words("quantize", key)
     values, which = None, {}
     if amax is not None:
-        given = tuple(jnp.asarray(a) for a in (amax if isinstance(amax, tuple | list) else (amax,)))
+        try:
+            given = tuple(
+                jnp.abs(jnp.asarray(a, jnp.float32))
+                for a in (amax if isinstance(amax, tuple | list) else (amax,))
+            )
+        except (TypeError, ValueError):
+            raise TypeError(f"quantize: amax must be a float32 scalar; got {amax!r}.") from None
         if len(given) not in (1, len(axes)) or any(a.shape != () for a in given):
             raise ValueError(
                 f"quantize: amax must be a scalar, or {len(axes)} scalars for {len(axes)} axes; "
                 f"got shapes {[a.shape for a in given]}."
             )
-        values = jnp.stack([a.astype(jnp.float32) for a in given])
+        values = jnp.stack(given)
         which = {a: min(i, len(given) - 1) for i, a in enumerate(normalized)}
     rows, columns = quantize_along(
         x, formats.get(-1), formats.get(-2), key=words, amax=values, which=which
@@ -291,6 +298,6 @@ quantize_p = _primitive.define(
     batch=_batch,
     jvp=_primitive.refuse_derivative(
         "quantize",
-        "use nvfp4.dot_general, whose gradients are defined, nvfp4.fake_quantize, or jax.lax.stop_gradient(x)",
+        "use nvfp4.dot_general, which has a first derivative, nvfp4.fake_quantize, or jax.lax.stop_gradient(x)",
     ),
 )
