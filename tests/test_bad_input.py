@@ -62,7 +62,7 @@ def test_quantize_takes_two_axes_or_more(shape):
         (
             {"rounding": "sr", "key": 5},
             TypeError,
-            r"key must come from jax.random.key.*; got int32",
+            r"key must come from jax.random.key.*; got 5",
         ),
         ({"rounding": "sr", "key": jnp.zeros(2)}, TypeError, r"key must .*; got float32\[2\]"),
         (
