@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import fcntl
 import os
 import pathlib
 import shutil
@@ -63,11 +65,30 @@ def _run(command: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def shared_folder(factory: pytest.TempPathFactory, name: str) -> pathlib.Path:
+    """A folder for programs that is the same in all workers of a test run."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _lock(path: pathlib.Path):
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def build(
     sources: list[pathlib.Path], folder: pathlib.Path, target: str = "host", flags: list[str] = ()
 ) -> Program:
-    """Compiles and links `sources`; the program is named after the first."""
+    """Compiles and links `sources`; the program is named after the first.
+
+    A program that is in `folder` already, made by this or another worker, is taken as it is.
+    """
     compiler, emulator = _tools(target)
+    binary = folder / f"{sources[0].stem}_{target}"
 
     def compile_one(source: pathlib.Path) -> str:
         isa = next((f for suffix, f in ISA_FLAGS.items() if source.stem.endswith(suffix)), [])
@@ -76,8 +97,9 @@ def build(
         _run([*compiler, *FLAGS, *flags, *isa, include, "-c", str(source), "-o", str(to)])
         return str(to)
 
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, sources))
-    binary = folder / f"{sources[0].stem}_{target}"
-    _run([*compiler, *flags, *objects, "-o", str(binary)])
+    with _lock(binary.with_suffix(".lock")):
+        if not binary.exists():
+            with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = list(pool.map(compile_one, sources))
+            _run([*compiler, *flags, *objects, "-o", str(binary)])
     return Program([*emulator, str(binary)])

@@ -17,7 +17,7 @@ EXHAUSTIVE = os.environ.get("NVFP4_EXHAUSTIVE") == "1"
 
 
 def build(target, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("core")
+    folder = native.shared_folder(tmp_path_factory, "core")
     return native.build([native.CPP / "core_test.cc"], folder, target)
 
 

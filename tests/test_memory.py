@@ -4,8 +4,7 @@ The same program runs under emulation on aarch64, so this is also the test of th
 machine does not have.
 """
 
-import functools
-import pathlib
+import platform
 
 import native
 import numpy as np
@@ -20,21 +19,19 @@ KEY = (12345, 2**32 - 7)
 
 def sources(target):
     """The units of the three ops, without those of other architectures."""
-    foreign = ("_neon",) if target == "host" else ("_avx2", "_avxvnni", "_avx512vnni")
+    machine = platform.machine() if target == "host" else target
+    x86 = ("_avx2", "_avxvnni", "_avx512vnni")
+    foreign = ("_neon",) if machine in ("x86_64", "AMD64") else x86
     units = [CSRC / "ops" / f"{op}_cpu.cc" for op in ("amax", "quantize", "dequantize")]
     units += [CSRC / "cpu" / "isa.cc", *sorted((CSRC / "cpu").glob("quantize*.cc"))]
     return [native.CPP / "ops_test.cc", *(u for u in units if not u.stem.endswith(foreign))]
 
 
-@functools.cache
-def program(target, folder: pathlib.Path):
-    flags = native.SANITIZE if target == "host" else []
-    return native.build(sources(target), folder, target, flags)
-
-
 @pytest.fixture(scope="module", params=["host", "aarch64"])
 def ops(request, tmp_path_factory):
-    return program(request.param, tmp_path_factory.getbasetemp())
+    flags = native.SANITIZE if request.param == "host" else []
+    folder = native.shared_folder(tmp_path_factory, "ops")
+    return native.build(sources(request.param), folder, request.param, flags)
 
 
 def isas(ops):
