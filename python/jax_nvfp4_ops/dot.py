@@ -223,8 +223,14 @@ def _backward_bf16(
     m, n = g.ndim - 2, g.ndim - 1
 
     def product(a: jax.Array, a_axis: int, b: jax.Array, b_axis: int, dtype: Any) -> jax.Array:
-        dims = (((a_axis,), (b_axis,)), (batch, batch))
-        return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32).astype(dtype)
+        dot = functools.partial(
+            lax.dot_general,
+            dimension_numbers=(((a_axis,), (b_axis,)), (batch, batch)),
+            preferred_element_type=jnp.float32,
+        )
+        # XLA's CPU backend refuses some batched products of bfloat16: there as float32, which is the same sum.
+        in_float32 = lambda a, b: dot(a.astype(jnp.float32), b.astype(jnp.float32))  # noqa: E731
+        return lax.platform_dependent(a, b, cpu=in_float32, default=dot).astype(dtype)
 
     w16 = w.dequantize(jnp.bfloat16)
     dx = product(g, n, w16, m, c.x_dtype) if c.x_last else product(w16, m, g, n, c.x_dtype)
