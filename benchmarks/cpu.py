@@ -65,9 +65,8 @@ def measure(rivals: dict[str, Callable[[], jax.Array]], repeats: int) -> dict[st
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def jnp_quantize(x, *, axis, block="1x16", rounding="rne", hadamard=False, key=None, dtype=None):
+def jnp_quantize(x, *, axis, block="1x16", rounding="rne", hadamard=False, key=None, amax):
     """What a user of jnp would write for the same codes and scales (random bits of jax.random)."""
-    del dtype
     axes = axis if isinstance(axis, tuple) else (axis,)
     hadamards = hadamard if isinstance(hadamard, tuple) else (hadamard,) * len(axes)
     h = jnp.ones((1, 1))
@@ -80,7 +79,6 @@ def jnp_quantize(x, *, axis, block="1x16", rounding="rne", hadamard=False, key=N
         m = m.reshape(m.shape[0], -1, 16)
         if had:
             m = (m @ (h / 4)).astype(jnp.bfloat16).astype(jnp.float32)
-        amax = jnp.max(jnp.abs(m))
         encode = 2688 / amax
         block_amax = jnp.max(jnp.abs(m), -1, keepdims=True)
         if block == "16x16":
@@ -132,28 +130,23 @@ def bench_matmul(repeats: int) -> list[dict]:
 
 
 def bench_quantize(repeats: int) -> list[dict]:
+    """The op itself, with the amax given; on 4096 x 4096."""
     rows = []
     key = jax.random.key(0, impl="rbg")  # the faster of JAX's generators
     for name, options in QUANTIZES.items():
-        dtype = options.get("dtype", jnp.bfloat16)
-        options = {k: v for k, v in options.items() if k != "dtype"}
-        x = jax.random.normal(jax.random.key(1), (2048, 2048), dtype)
-        keyed = {"key": key} if options.get("rounding") == "sr" else {}
-        ours = jax.jit(lambda x, o=options, k=keyed: nvfp4.quantize(x, **o, **k))
-        theirs = jax.jit(lambda x, o=options, k=keyed: jnp_quantize(x, **o, **k))
+        options = dict(options)
+        x = jax.random.normal(jax.random.key(1), (4096, 4096), options.pop("dtype", jnp.bfloat16))
+        if options.get("rounding") == "sr":
+            options["key"] = key
+        amax = jnp.float32(6)
+        ours = jax.jit(lambda x, a, o=options: nvfp4.quantize(x, amax=a, **o))
+        theirs = jax.jit(lambda x, a, o=options: jnp_quantize(x, amax=a, **o))
         seconds = measure(
-            {"ours": lambda f=ours, x=x: f(x), "rival": lambda f=theirs, x=x: f(x)},
+            {"ours": partial(ours, x, amax), "rival": partial(theirs, x, amax)},
             max(3, repeats // 2),
         )
-        rows.append(
-            row(
-                f"quantize {name}",
-                "jnp under jit",
-                seconds,
-                15.0,
-                f"{x.nbytes / seconds['ours'] * 1e-9:.1f} GB/s in",
-            )
-        )
+        note = f"{x.nbytes / seconds['ours'] * 1e-9:.1f} GB/s in"
+        rows.append(row(f"quantize {name}", "jnp under jit", seconds, 15.0, note))
     return rows
 
 

@@ -1,6 +1,6 @@
 """Trains a byte-level GPT twice, with NVFP4 linears and without, on Python's own standard library, and compares.
 
-    python examples/train_gpt.py [--size small] [--steps 250] [--recipe nvidia] [--seed 0] [--out runs/train_gpt]
+    python examples/train_gpt.py [--size small] [--steps 300] [--recipe nvidia] [--seed 0] [--out runs/train_gpt]
 
 Both models start from the same weights and see the same bytes. Every linear layer of a block computes in NVFP4, forward and
 backward; embeddings, norms, output head and attention products stay in float32. A checkpoint is written now and then, and on
@@ -43,7 +43,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(layers=2, width=64, heads=2, context=64, batch=8),
-    "small": Size(layers=4, width=256, heads=4, context=128, batch=16),
+    "small": Size(layers=4, width=256, heads=4, context=128, batch=8),
     "medium": Size(layers=6, width=384, heads=6, context=256, batch=16),
 }
 
@@ -388,7 +388,7 @@ def table(
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--recipe", choices=nvfp4.recipes.PRESETS, default="nvidia")
     parser.add_argument(
         "--baseline",
