@@ -54,6 +54,26 @@ inline std::optional<FloatType> FloatTypeOf(ffi::DataType type) {
   }
 }
 
+// A buffer of floats as matrices [*examples, *batch, rows, k].
+struct Matrices {
+  FloatType type;
+  int64_t examples, batch, rows, k;
+};
+
+inline ffi::ErrorOr<Matrices> MatricesOf(const char* op, const ffi::AnyBuffer& x,
+                                         int64_t example_ndim) {
+  const auto shape = x.dimensions();
+  const auto type = FloatTypeOf(x.element_type());
+  const int64_t ndim = static_cast<int64_t>(shape.size());
+  if (!type || example_ndim < 0 || ndim < example_ndim + 2)
+    return Invalid(std::string(op) +
+                   ": matrices must be f32, bf16 or f16 with two axes beside their examples; got "
+                   "shape " +
+                   ToString(shape));
+  return Matrices{*type, Product(shape, 0, example_ndim), Product(shape, example_ndim, ndim - 2),
+                  shape[ndim - 2], shape[ndim - 1]};
+}
+
 // Takes the buffers that a handler's attributes say there are from XLA's lists, checking type and
 // number of elements.
 class BufferReader {

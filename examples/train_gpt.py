@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
@@ -18,6 +19,8 @@ import signal
 import sys
 import sysconfig
 import time
+import zipfile
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -53,9 +56,10 @@ SIZES = {
 def read_corpus(minimum: int) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of the standard library's sources in the order of their names: training, and every tenth file for validation."""
     folder = pathlib.Path(sysconfig.get_path("stdlib"))
-    files = sorted(
-        p for p in folder.rglob("*.py") if "site-packages" not in p.parts and "test" not in p.parts
-    )
+    # Names below the folder: where the folder itself lies must not matter.
+    names = sorted(p.relative_to(folder) for p in folder.rglob("*.py"))
+    others = {"site-packages", "dist-packages", "test"}
+    files = [folder / name for name in names if others.isdisjoint(name.parts)]
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for i, path in enumerate(files):
         parts[i % 10 == 9].append(path.read_bytes())
@@ -196,19 +200,29 @@ def make_step(linear: Linear, size: Size, steps: int, seed: int) -> Callable:
     return jax.jit(train_step, donate_argnums=0)
 
 
-def make_underflow(linear: Linear, size: Size, seed: int) -> Callable:
-    """Shares of x, w and g of the last block's first MLP layer that are not 0 but become 0 in NVFP4."""
+def make_underflow(recipe: nvfp4.Recipe, linear: Linear, size: Size, seed: int) -> Callable:
+    """Shares of x, w and g of the last block's first MLP layer that are not 0 but become 0 in NVFP4.
 
-    def lost(x: jax.Array) -> jax.Array:
+    Each is quantized as the recipe says for its first product: x and w for y, g for dx.
+    """
+
+    def lost(x: jax.Array, to: nvfp4.Format, key: jax.Array) -> jax.Array:
+        if to.hadamard:  # what is rounded are sums of 16 values
+            return jnp.float32(jnp.nan)
         x = x.reshape(-1, x.shape[-1])
-        zero = nvfp4.quantize(x).as_f4().astype(jnp.float32) == 0
+        q = nvfp4.quantize(
+            x, block=to.block, rounding=to.rounding, key=key if to.rounding == "sr" else None
+        )
+        zero = q.as_f4().astype(jnp.float32) == 0
         return jnp.sum(zero & (x != 0)) / jnp.maximum(1, jnp.sum(x != 0))
 
     def underflow(params: Params, batch: jax.Array, step: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), step)
         probe = jnp.zeros((size.batch, size.context, 4 * size.width))
         g, x = jax.grad(loss_of, argnums=5, has_aux=True)(params, batch, key, linear, size, probe)
-        return jnp.stack([lost(x), lost(params["layers"][-1]["up"].T), lost(g)])
+        w = params["layers"][-1]["up"].T
+        g_lost = lost(g, recipe.g_dgrad, key) if recipe.backward == "nvfp4" else jnp.float32(0)
+        return jnp.stack([lost(x, recipe.x_fprop, key), lost(w, recipe.w_fprop, key), g_lost])
 
     return jax.jit(underflow)
 
@@ -219,18 +233,22 @@ def make_underflow(linear: Linear, size: Size, seed: int) -> Callable:
 def write_atomically(path: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
     """The file is whole, old or new, whatever happens."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
-    write(temporary)
-    os.replace(temporary, path)
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @dataclasses.dataclass
 class Run:
-    """What a checkpoint holds: the settings, the step, both models, and the history."""
+    """What a checkpoint holds: the settings, the step, both models, the history, and the seconds of each step."""
 
     settings: dict[str, Any]
     step: int
     states: dict[str, tuple]
     history: dict[str, list]
+    seconds: dict[str, list[float]]
 
     def save(self, path: pathlib.Path) -> None:
         leaves = {
@@ -238,7 +256,14 @@ class Run:
             for name, s in self.states.items()
             for i, x in enumerate(jax.tree.leaves(s))
         }
-        meta = json.dumps({"settings": self.settings, "step": self.step, "history": self.history})
+        meta = json.dumps(
+            {
+                "settings": self.settings,
+                "step": self.step,
+                "history": self.history,
+                "seconds": self.seconds,
+            }
+        )
         write_atomically(path, lambda p: np.savez(p, meta=np.array(meta), **leaves))
 
     def load(self, path: pathlib.Path) -> None:
@@ -247,7 +272,7 @@ class Run:
             with np.load(path) as file:
                 meta = json.loads(str(file["meta"]))
                 leaves = {k: file[k] for k in file.files if k != "meta"}
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
             sys.exit(
                 f"train_gpt: {path} must be a checkpoint of this program; got {error!r}. Pass --restart, or another --out."
             )
@@ -257,7 +282,7 @@ class Run:
                 f"train_gpt: {path} is of a run with other settings ({', '.join(different)}). "
                 "Pass those again to go on with it, --restart to overwrite it, or another --out."
             )
-        self.step, self.history = meta["step"], meta["history"]
+        self.step, self.history, self.seconds = meta["step"], meta["history"], meta["seconds"]
         for name, state in self.states.items():
             structure = jax.tree.structure(state)
             count = structure.num_leaves
@@ -357,14 +382,14 @@ def table(
     names: tuple[str, str],
     size: Size,
     validation: dict[str, float],
-    seconds: dict[str, float],
 ) -> str:
     baseline, quantized = names
     last = min(100, len(run.history[baseline]))
     count = sum(x.size for x in jax.tree.leaves(run.states[baseline][0]))
     loss = {name: float(np.mean(run.history[name][-last:])) for name in names}
     lines = [
-        f"{count / 1e6:.2f}M parameters, {run.step} steps of {size.batch * size.context} bytes",
+        f"{count / 1e6:.2f}M parameters, {run.step} steps of {size.batch * size.context} bytes, "
+        f"{run.step * size.batch * size.context / 1e6:.2f}M in all",
         f"{'':28} {baseline:>10} {quantized:>14} {'gap':>18}",
     ]
     for label, values in (
@@ -376,7 +401,8 @@ def table(
             f"{label:28} {values[baseline]:10.4f} {values[quantized]:14.4f} {gap:+9.4f} "
             f"({100 * gap / values[baseline]:+.2f} %)"
         )
-    if seconds:
+    if run.step > 2:  # the first steps compile
+        seconds = {name: float(np.median(run.seconds[name][2:])) for name in names}
         ratio = seconds[baseline] / seconds[quantized]
         lines.append(
             f"{'time a step, median':28} {1e3 * seconds[baseline]:7.0f} ms "
@@ -421,15 +447,21 @@ def main(arguments: list[str] | None = None) -> int:
     if args.batch is not None:
         size = dataclasses.replace(size, batch=args.batch)
     names = (args.baseline, args.recipe)
-    settings = {
-        **dataclasses.asdict(size), "steps": args.steps, "recipe": args.recipe, "baseline": args.baseline, "seed": args.seed
-    }  # fmt: skip
+    if importlib.util.find_spec("matplotlib") is None:  # better now than after the training
+        sys.exit(
+            "train_gpt: matplotlib must be installed, for the plot; pip install matplotlib, "
+            "or run python3 tools/dev.py demo."
+        )
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         sys.exit(f"train_gpt: --out must be a folder that can be written to; got {error}.")
     checkpoint = args.out / "checkpoint.npz"
     train, held_out = read_corpus(100 * size.context)
+    settings = {
+        **dataclasses.asdict(size), "steps": args.steps, "recipe": args.recipe, "baseline": args.baseline, "seed": args.seed,
+        "corpus": zlib.crc32(train),  # another Python has another library
+    }  # fmt: skip
 
     params = init_params(size, jax.random.key(args.seed))
     linears = {name: linear_layers(name) for name in names}
@@ -446,7 +478,8 @@ def main(arguments: list[str] | None = None) -> int:
         "underflow_steps": [],
         "underflow": [],
     }
-    run = Run(settings, 0, {name: fresh_state() for name in names}, history)
+    states = {name: fresh_state() for name in names}
+    run = Run(settings, 0, states, history, {name: [] for name in names})
     if checkpoint.exists() and not args.restart:
         run.load(checkpoint)
         print(f"goes on with {checkpoint} at step {run.step}")
@@ -457,10 +490,16 @@ def main(arguments: list[str] | None = None) -> int:
     )
 
     steps = {name: make_step(linears[name], size, args.steps, args.seed) for name in names}
-    underflow = make_underflow(linears[args.recipe], size, args.seed)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    recipe = nvfp4.recipes.PRESETS[args.recipe]
+    underflow = make_underflow(recipe, linears[args.recipe], size, args.seed)
     stop: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: stop.append(number))
+    before = signal.getsignal(signal.SIGINT)
+
+    def ask_to_stop(number: int, frame: Any) -> None:
+        stop.append(number)
+        signal.signal(signal.SIGINT, before)  # a second Ctrl-C does not wait
+
+    signal.signal(signal.SIGINT, ask_to_stop)
     progress = Progress(args.steps, run.step)
     saved = time.perf_counter()
     stats_every = max(1, args.steps // 25)
@@ -476,7 +515,7 @@ def main(arguments: list[str] | None = None) -> int:
                 start = time.perf_counter()
                 run.states[name], loss = steps[name](run.states[name], batch, run.step)
                 run.history[name].append(float(loss))
-                times[name].append(time.perf_counter() - start)
+                run.seconds[name].append(time.perf_counter() - start)
             run.step += 1
             losses = [run.history[name][-1] for name in names]
             progress.show(run.step, f"{names[0]} {losses[0]:.3f}  {names[1]} {losses[1]:.3f}")
@@ -507,13 +546,7 @@ def main(arguments: list[str] | None = None) -> int:
         name: float(np.mean([evaluate[name](run.states[name][0], b) for b in batches]))
         for name in names
     }
-    # The first steps compile.
-    seconds = (
-        {name: float(np.median(t[2:])) for name, t in times.items()}
-        if min(map(len, times.values())) > 2
-        else {}
-    )
-    text = table(run, names, size, validation, seconds)
+    text = table(run, names, size, validation)
     write_atomically(args.out / "table.txt", lambda p: p.write_text(text + "\n"))
     print(f"\n{text}\n\nplot: {args.out / 'loss.png'}\n\nThe NVFP4 model writes:\n")
     print(sample(run.states[args.recipe][0], linears[args.recipe], size, args.seed, b"def ", 300))
@@ -521,4 +554,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("\ntrain_gpt: interrupted; the same command goes on from the last checkpoint.")

@@ -154,6 +154,18 @@ void PackA(const GemmMatrix& a, int64_t row, int64_t rows, int64_t block, int64_
   }
 }
 
+// In each half: row i of a 4 x 4 matrix of 32 bits to column i.
+void Transpose32(const Ints (&two)[4], Ints (&words)[4]) {
+  const Ints low01 = _mm256_unpacklo_epi32(two[0], two[1]),
+             high01 = _mm256_unpackhi_epi32(two[0], two[1]);
+  const Ints low23 = _mm256_unpacklo_epi32(two[2], two[3]),
+             high23 = _mm256_unpackhi_epi32(two[2], two[3]);
+  words[0] = _mm256_unpacklo_epi64(low01, low23);
+  words[1] = _mm256_unpackhi_epi64(low01, low23);
+  words[2] = _mm256_unpacklo_epi64(high01, high23);
+  words[3] = _mm256_unpackhi_epi64(high01, high23);
+}
+
 // Word i of the block's 8 bytes of 16 rows in words[i], a row a lane.
 void TransposeWords(const uint8_t* const* rows, int64_t at, Ints (&words)[4]) {
   const auto load = [&](int lane) {
@@ -163,14 +175,7 @@ void TransposeWords(const uint8_t* const* rows, int64_t at, Ints (&words)[4]) {
   for (int i = 0; i < 4; ++i)
     two[i] = Join(_mm_unpacklo_epi16(load(2 * i), load(2 * i + 1)),
                   _mm_unpacklo_epi16(load(8 + 2 * i), load(9 + 2 * i)));
-  const Ints low01 = _mm256_unpacklo_epi32(two[0], two[1]),
-             high01 = _mm256_unpackhi_epi32(two[0], two[1]);
-  const Ints low23 = _mm256_unpacklo_epi32(two[2], two[3]),
-             high23 = _mm256_unpackhi_epi32(two[2], two[3]);
-  words[0] = _mm256_unpacklo_epi64(low01, low23);
-  words[1] = _mm256_unpackhi_epi64(low01, low23);
-  words[2] = _mm256_unpacklo_epi64(high01, high23);
-  words[3] = _mm256_unpackhi_epi64(high01, high23);
+  Transpose32(two, words);
 }
 
 void PackB(const GemmMatrix& m, int64_t row, int64_t block, int64_t blocks, uint8_t* out) {
@@ -364,14 +369,7 @@ void TransposeDwords(const uint8_t* const* rows, int64_t at, Ints (&words)[4]) {
   for (int i = 0; i < 4; ++i)
     two[i] = Join(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at)),
                   _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i + 4] + at)));
-  const Ints low01 = _mm256_unpacklo_epi32(two[0], two[1]),
-             high01 = _mm256_unpackhi_epi32(two[0], two[1]);
-  const Ints low23 = _mm256_unpacklo_epi32(two[2], two[3]),
-             high23 = _mm256_unpackhi_epi32(two[2], two[3]);
-  words[0] = _mm256_unpacklo_epi64(low01, low23);
-  words[1] = _mm256_unpackhi_epi64(low01, low23);
-  words[2] = _mm256_unpacklo_epi64(high01, high23);
-  words[3] = _mm256_unpackhi_epi64(high01, high23);
+  Transpose32(two, words);
 }
 
 template <int kHeight>

@@ -12,19 +12,15 @@ enum Outputs : int64_t { kPlain = 1, kAlongRows = 2, kAlongColumns = 4 };
 ffi::ErrorOr<AmaxArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, int64_t example_ndim,
                              int64_t outputs, int64_t signs) {
   const auto shape = x.dimensions();
-  const auto type = FloatTypeOf(x.element_type());
-  const int64_t ndim = static_cast<int64_t>(shape.size());
-  if (!type || example_ndim < 0 || ndim < example_ndim + 2)
-    return Invalid(
-        "nvfp4_amax: x must be f32, bf16 or f16 with two axes beside its examples; got shape " +
-        ToString(shape));
+  const auto m = MatricesOf("nvfp4_amax", x, example_ndim);
+  if (m.has_error()) return ffi::Unexpected(m.error());
   AmaxArgs args{};
   args.x = x.untyped_data();
-  args.type = *type;
-  args.examples = Product(shape, 0, example_ndim);
-  args.batch = Product(shape, example_ndim, ndim - 2);
-  args.rows = shape[ndim - 2];
-  args.k = shape[ndim - 1];
+  args.type = m->type;
+  args.examples = m->examples;
+  args.batch = m->batch;
+  args.rows = m->rows;
+  args.k = m->k;
   args.signs = static_cast<uint32_t>(signs);
   args.stride = (outputs & kPlain ? 1 : 0) + (outputs & kAlongRows ? 1 : 0) +
                 (outputs & kAlongColumns ? 1 : 0);

@@ -10,23 +10,18 @@ namespace {
 ffi::ErrorOr<DequantizeArgs> Check(ffi::AnyBuffer codes, ffi::AnyBuffer scales,
                                    ffi::AnyBuffer global_scale, ffi::AnyBuffer x) {
   const auto shape = x.dimensions();
-  const auto type = FloatTypeOf(x.element_type());
-  const int64_t ndim = static_cast<int64_t>(shape.size());
-  const int64_t example_ndim = static_cast<int64_t>(global_scale.dimensions().size());
-  if (!type || ndim < example_ndim + 2)
-    return Invalid(
-        "nvfp4_dequantize: the result must be f32, bf16 or f16 with two axes beside its examples; "
-        "got shape " +
-        ToString(shape));
+  const auto m =
+      MatricesOf("nvfp4_dequantize", x, static_cast<int64_t>(global_scale.dimensions().size()));
+  if (m.has_error()) return ffi::Unexpected(m.error());
   DequantizeArgs args{};
   args.codes = static_cast<const uint8_t*>(codes.untyped_data());
   args.scales = static_cast<const uint8_t*>(scales.untyped_data());
   args.global_scale = static_cast<const float*>(global_scale.untyped_data());
-  args.examples = Product(shape, 0, example_ndim);
-  args.batch = Product(shape, example_ndim, ndim - 2);
-  args.rows = shape[ndim - 2];
-  args.k = shape[ndim - 1];
-  args.type = *type;
+  args.examples = m->examples;
+  args.batch = m->batch;
+  args.rows = m->rows;
+  args.k = m->k;
+  args.type = m->type;
   args.x = x.untyped_data();
   const int64_t matrices = args.examples * args.batch;
   if (codes.element_type() != ffi::U8 ||

@@ -22,20 +22,16 @@ ffi::ErrorOr<QuantizeArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::Rem
                                  ffi::RemainingRets results, int64_t rows, int64_t columns,
                                  int64_t signs) {
   const auto shape = x.dimensions();
-  const auto type = FloatTypeOf(x.element_type());
-  const int64_t ndim = static_cast<int64_t>(shape.size());
-  const int64_t example_ndim = static_cast<int64_t>(amax.dimensions().size()) - 1;
-  if (!type || example_ndim < 0 || ndim < example_ndim + 2)
-    return Invalid(
-        "nvfp4_quantize: x must be f32, bf16 or f16 with two axes beside its examples; got shape " +
-        ToString(shape));
+  const auto m =
+      MatricesOf("nvfp4_quantize", x, static_cast<int64_t>(amax.dimensions().size()) - 1);
+  if (m.has_error()) return ffi::Unexpected(m.error());
   QuantizeArgs args{};
   args.x = x.untyped_data();
-  args.type = *type;
-  args.examples = Product(shape, 0, example_ndim);
-  args.batch = Product(shape, example_ndim, ndim - 2);
-  args.rows = shape[ndim - 2];
-  args.k = shape[ndim - 1];
+  args.type = m->type;
+  args.examples = m->examples;
+  args.batch = m->batch;
+  args.rows = m->rows;
+  args.k = m->k;
   args.signs = static_cast<uint32_t>(signs);
   BufferReader reader(operands, results);
   QuantizeOutput* const outputs[] = {&args.along_rows, &args.along_columns};

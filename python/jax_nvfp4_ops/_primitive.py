@@ -76,6 +76,15 @@ def batch_to_front(operands: Sequence[Any], axes: Sequence[int | None]) -> tuple
     ], size
 
 
+def batch_repeated(operands: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
+    """The same, with operands that are not mapped repeated: each has the mapped axis in front."""
+    operands, size = batch_to_front(operands, axes)
+    return [
+        jax.numpy.broadcast_to(x, (size, *x.shape)) if a is None else x
+        for x, a in zip(operands, axes, strict=True)
+    ]
+
+
 def is_nonzero(tangent: Any) -> bool:
     """Whether a tangent in a jvp rule is not a symbolic zero."""
     return not isinstance(tangent, ad.Zero)

@@ -38,11 +38,7 @@ def _call(
 def _batch(
     operands: Sequence[Any], axes: Sequence[int | None], **params: Any
 ) -> tuple[Sequence[jax.Array], Sequence[int]]:
-    operands, size = _primitive.batch_to_front(operands, axes)
-    operands = [
-        jnp.broadcast_to(x, (size, *x.shape)) if a is None else x
-        for x, a in zip(operands, axes, strict=True)
-    ]
+    operands = _primitive.batch_repeated(operands, axes)
     return dequantize_p.bind(*operands, **params), (0,)
 
 

@@ -282,11 +282,7 @@ def _batch(
     operands: Sequence[Any], axes: Sequence[int | None], **params: Any
 ) -> tuple[Sequence[jax.Array], Sequence[int]]:
     # Every operand has the examples first; one that is not mapped is the same for each.
-    operands, size = _primitive.batch_to_front(operands, axes)
-    operands = [
-        jnp.broadcast_to(x, (size, *x.shape)) if a is None else x
-        for x, a in zip(operands, axes, strict=True)
-    ]
+    operands = _primitive.batch_repeated(operands, axes)
     results = quantize_p.bind(*operands, **params)
     return results, (0,) * len(results)
 
