@@ -53,12 +53,15 @@ struct Call {
 
 ffi::ErrorOr<Call> Check(ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales, ffi::AnyBuffer b_codes,
                          ffi::AnyBuffer b_scales, ffi::RemainingArgs operands, ffi::AnyBuffer y,
-                         int64_t k, int64_t alphas, bool has_bias, bool has_accumulate) {
+                         int64_t alphas, bool has_bias, bool has_accumulate) {
   const auto y_shape = y.dimensions();
   const auto out = FloatTypeOf(y.element_type());
   if (!out || y_shape.size() < 2)
     return Invalid("nvfp4_matmul: the result must be f32, bf16 or f16 with two axes or more");
   const ffi::AnyBuffer::Dimensions batch(y_shape.begin(), y_shape.size() - 2);
+  // K with the zeros that fill a row of codes: they add nothing.
+  const auto a_shape = a_codes.dimensions();
+  const int64_t k = a_shape.size() == 0 ? 0 : 2 * a_shape.back();
   Call call{{y_shape[batch.size()], y_shape[batch.size() + 1], k, *out}, {}};
   MatmulShape& shape = call.shape;
 
@@ -79,7 +82,7 @@ ffi::ErrorOr<Call> Check(ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales, ffi::A
 
   const size_t expected =
       static_cast<size_t>(alphas) + (has_bias ? 1 : 0) + (has_accumulate ? 1 : 0);
-  if (alphas < 0 || operands.size() != expected)
+  if (alphas < 0 || alphas > 2 || operands.size() != expected)
     return Invalid("nvfp4_matmul: operands do not fit the attributes");
   const int64_t count = Product(batch, 0, batch.size());
   call.products.resize(count);
@@ -89,21 +92,19 @@ ffi::ErrorOr<Call> Check(ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales, ffi::A
           static_cast<const uint8_t*>(a_scales.untyped_data()) + a_scales_at.At(i)},
          {static_cast<const uint8_t*>(b_codes.untyped_data()) + b_codes_at.At(i),
           static_cast<const uint8_t*>(b_scales.untyped_data()) + b_scales_at.At(i)},
-         1.0f,
+         {nullptr, nullptr},
          nullptr,
          nullptr,
          static_cast<uint8_t*>(y.untyped_data()) + i * shape.m * shape.n * SizeOf(*out)};
   }
   size_t next = 0;
-  // XLA multiplies with subnormals flushed to zero; here they count.
-  const FloatEnvironment environment;
   for (int64_t j = 0; j < alphas; ++j) {
     const auto alpha = operands.get<ffi::AnyBuffer>(next++);
     if (alpha.has_error()) return ffi::Unexpected(alpha.error());
     const Broadcast at(*alpha, 0, batch);
     if (alpha->element_type() != ffi::F32 || !at.ok()) return misfit("alpha", *alpha);
     for (int64_t i = 0; i < count; ++i)
-      call.products[i].alpha *= static_cast<const float*>(alpha->untyped_data())[at.At(i)];
+      call.products[i].alpha[j] = static_cast<const float*>(alpha->untyped_data()) + at.At(i);
   }
   if (has_bias) {
     const auto bias = operands.get<ffi::AnyBuffer>(next++);
@@ -131,10 +132,10 @@ ffi::ErrorOr<Call> Check(ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales, ffi::A
 
 ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales,
                ffi::AnyBuffer b_codes, ffi::AnyBuffer b_scales, ffi::RemainingArgs operands,
-               ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> /*workspace*/, int64_t k,
+               ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> /*workspace*/,
                int64_t alphas, bool bias, bool accumulate) {
   const auto call =
-      Check(a_codes, a_scales, b_codes, b_scales, operands, *y, k, alphas, bias, accumulate);
+      Check(a_codes, a_scales, b_codes, b_scales, operands, *y, alphas, bias, accumulate);
   if (call.has_error()) return call.error();
   MatmulOnCpu(call->shape, call->products.data(), static_cast<int64_t>(call->products.size()),
               XlaParallel(pool));
@@ -152,7 +153,6 @@ auto Signature(Binding binding) {
                         // [*batch, M, N]: those there are
       .template Ret<ffi::AnyBuffer>()  // y [*batch, M, N]
       .template Ret<ffi::AnyBuffer>()  // workspace u8
-      .template Attr<int64_t>("k")
       .template Attr<int64_t>("alphas")
       .template Attr<bool>("bias")
       .template Attr<bool>("accumulate");

@@ -18,7 +18,7 @@ struct MatmulOperand {
 // broadcasting costs nothing here.
 struct MatmulProduct {
   MatmulOperand a, b;
-  float alpha;             // product of the global scales
+  const float* alpha[2];   // their product scales the result; null counts as 1
   const void* bias;        // [n] of type MatmulShape::bias, or null
   const void* accumulate;  // [m, n] of the output's type, or null; may be y itself
   void* y;                 // [m, n]

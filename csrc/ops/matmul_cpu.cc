@@ -35,6 +35,16 @@ const GemmKernels& CurrentGemmKernels() {
   }
 }
 
+// A product with its factor read. XLA would multiply with subnormals flushed to zero; here they
+// count.
+struct ScaledProduct : MatmulProduct {
+  explicit ScaledProduct(const MatmulProduct& p) : MatmulProduct(p) {
+    for (const float* alpha : p.alpha)
+      if (alpha != nullptr) factor *= *alpha;
+  }
+  float factor = 1.0f;
+};
+
 class SerialParallel final : public Parallel {
  public:
   int threads() const override { return 1; }
@@ -82,18 +92,18 @@ float Load(FloatType type, const void* from, int64_t i) {
 }
 
 // n results of a row from (row, column) on.
-void Finish(const MatmulShape& shape, const MatmulProduct& p, int64_t row, int64_t column,
+void Finish(const MatmulShape& shape, const ScaledProduct& p, int64_t row, int64_t column,
             int64_t n, const float* acc) {
   if (shape.out == FloatType::kF32 && p.bias == nullptr && p.accumulate == nullptr) {
     float* to = static_cast<float*>(p.y) + row * shape.n + column;
-    for (int64_t i = 0; i < n; ++i) to[i] = p.alpha * acc[i];
+    for (int64_t i = 0; i < n; ++i) to[i] = p.factor * acc[i];
     return;
   }
   constexpr int64_t kPiece = 128;
   float y[kPiece];
   for (int64_t first = 0; first < n; first += kPiece) {
     const int64_t count = std::min(kPiece, n - first), at = row * shape.n + column + first;
-    for (int64_t i = 0; i < count; ++i) y[i] = p.alpha * acc[first + i];
+    for (int64_t i = 0; i < count; ++i) y[i] = p.factor * acc[first + i];
     if (p.bias != nullptr)
       for (int64_t i = 0; i < count; ++i) y[i] += Load(shape.bias, p.bias, column + first + i);
     if (p.accumulate != nullptr)
@@ -118,7 +128,7 @@ GemmMatrix MatrixOf(const MatmulOperand& operand, int64_t rows, int64_t k) {
 }
 
 // Few rows of a: packed once, then each task reads some rows of b once.
-void Direct(const GemmKernels& kernels, const MatmulShape& shape, const MatmulProduct& p,
+void Direct(const GemmKernels& kernels, const MatmulShape& shape, const ScaledProduct& p,
             const Parallel& parallel) {
   const GemmMatrix a = MatrixOf(p.a, shape.m, shape.k), b = MatrixOf(p.b, shape.n, shape.k);
   // Packed in whole groups of four blocks.
@@ -147,7 +157,7 @@ void Direct(const GemmKernels& kernels, const MatmulShape& shape, const MatmulPr
   });
 }
 
-void Tiled(const GemmKernels& kernels, const MatmulShape& shape, const MatmulProduct& p,
+void Tiled(const GemmKernels& kernels, const MatmulShape& shape, const ScaledProduct& p,
            const Parallel& parallel) {
   const GemmMatrix a = MatrixOf(p.a, shape.m, shape.k), b = MatrixOf(p.b, shape.n, shape.k);
   const int64_t blocks = a.blocks;
@@ -213,7 +223,7 @@ void Tiled(const GemmKernels& kernels, const MatmulShape& shape, const MatmulPro
   }
 }
 
-void Multiply(const GemmKernels& kernels, const MatmulShape& shape, const MatmulProduct& p,
+void Multiply(const GemmKernels& kernels, const MatmulShape& shape, const ScaledProduct& p,
               const Parallel& parallel) {
   if (shape.k == 0) {
     parallel.Run(shape.m, [&](int64_t row) {
@@ -240,10 +250,12 @@ void MatmulWith(const GemmKernels& kernels, const MatmulShape& shape, const Matm
   if (shape.m == 0 || shape.n == 0) return;
   const FloatEnvironment environment;
   if (count >= 2 * parallel.threads()) {
-    parallel.Run(count,
-                 [&](int64_t i) { Multiply(kernels, shape, products[i], SerialParallel()); });
+    parallel.Run(count, [&](int64_t i) {
+      Multiply(kernels, shape, ScaledProduct(products[i]), SerialParallel());
+    });
   } else {
-    for (int64_t i = 0; i < count; ++i) Multiply(kernels, shape, products[i], parallel);
+    for (int64_t i = 0; i < count; ++i)
+      Multiply(kernels, shape, ScaledProduct(products[i]), parallel);
   }
 }
 

@@ -105,7 +105,6 @@ def matmul_quantized(
         operands.append(accumulate)
     (y,) = matmul_p.bind(
         *operands,
-        k=a.k,
         alphas=len(alphas),
         bias=bias is not None,
         accumulate=accumulate is not None,
@@ -132,9 +131,8 @@ def _batch_shape(
 
 
 def _abstract_eval(
-    *operands: Any, k: int, alphas: int, bias: bool, accumulate: bool, out_dtype: Any
+    *operands: Any, alphas: int, bias: bool, accumulate: bool, out_dtype: Any
 ) -> list[ShapedArray]:
-    del k
     batch = _batch_shape(operands, alphas=alphas, bias=bias, accumulate=accumulate)
     return [ShapedArray((*batch, operands[0].shape[-2], operands[2].shape[-2]), out_dtype)]
 
@@ -142,14 +140,13 @@ def _abstract_eval(
 def _call(
     *operands: jax.Array,
     platform: str,
-    k: int,
     alphas: int,
     bias: bool,
     accumulate: bool,
     out_dtype: Any,
 ) -> Sequence[jax.Array]:
     (y,) = _abstract_eval(
-        *operands, k=k, alphas=alphas, bias=bias, accumulate=accumulate, out_dtype=out_dtype
+        *operands, alphas=alphas, bias=bias, accumulate=accumulate, out_dtype=out_dtype
     )
     results = [
         jax.ShapeDtypeStruct(y.shape, out_dtype),
@@ -158,9 +155,7 @@ def _call(
     call = jax.ffi.ffi_call(
         _TARGET, results, input_output_aliases={len(operands) - 1: 0} if accumulate else None
     )
-    return call(
-        *operands, k=np.int64(k), alphas=np.int64(alphas), bias=bias, accumulate=accumulate
-    )[:1]
+    return call(*operands, alphas=np.int64(alphas), bias=bias, accumulate=accumulate)[:1]
 
 
 def _batch(
@@ -191,7 +186,7 @@ def _jvp(
                 : 4 + alphas
             ]
             (unit,) = matmul_p.bind(
-                *others, k=params["k"], alphas=alphas, bias=False, accumulate=False, out_dtype=dtype
+                *others, alphas=alphas, bias=False, accumulate=False, out_dtype=dtype
             )
             term = unit * dx.reshape(dx.shape + (1,) * (y.ndim - dx.ndim))
         elif params["bias"] and i == 4 + alphas:

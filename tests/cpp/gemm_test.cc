@@ -156,13 +156,15 @@ void Check(const Case& c) {
       // poisoned.
       std::vector<uint8_t> y =
           c.accumulate ? accumulate : std::vector<uint8_t>(expected.size(), 0xCD);
+      std::vector<float> alphas;
+      for (int64_t p = 0; p < c.count; ++p) alphas.push_back(0.001f * static_cast<float>(p + 1));
       std::vector<MatmulProduct> products;
       for (int64_t p = 0; p < c.count; ++p) {
         uint8_t* at = y.data() + p * c.m * c.n * SizeOf(c.out);
         const Matrix &x = a[c.shared ? 0 : p], &w = b[p];
         products.push_back({{x.codes.data(), x.scales.data()},
                             {w.codes.data(), w.scales.data()},
-                            0.001f * static_cast<float>(p + 1),
+                            {&alphas[p], nullptr},
                             c.bias ? bias.data() : nullptr,
                             c.accumulate ? at : nullptr,
                             at});
