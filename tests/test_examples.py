@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pathlib
 import signal
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -17,6 +19,17 @@ pytestmark = pytest.mark.slow
 
 DEMO = pathlib.Path(__file__).parent.parent / "examples" / "train_gpt.py"
 TINY = ["--size", "tiny", "--steps", "12", "--batch", "4"]
+
+
+@pytest.fixture(scope="module")
+def demo() -> types.ModuleType:
+    """The program as a module."""
+    spec = importlib.util.spec_from_file_location("train_gpt", DEMO)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
 
 
 def command(*arguments) -> list[str]:
@@ -43,7 +56,8 @@ def arrays(out: pathlib.Path) -> dict[str, np.ndarray]:
 
 def test_a_run_writes_table_plot_and_text(whole):
     out, text = whole
-    assert "12 steps of 256 bytes" in text
+    assert "12 steps of 256 bytes, 3,072 in all" in text
+    assert "time a step, median" in text
     assert (out / "table.txt").read_text().strip() in text
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "The NVFP4 model writes:" in text
@@ -80,8 +94,14 @@ def test_an_interrupted_run_resumes_to_the_same_bits(whole, tmp_path):
     assert "goes on with" in done.stdout
     expected, got = arrays(whole[0]), arrays(tmp_path)
     assert expected.keys() == got.keys()
-    for name in expected:
+    states = [name for name in expected if name != "meta"]
+    assert len(states) > 2
+    for name in states:
         assert np.array_equal(expected[name], got[name]), name
+    expected, got = (json.loads(str(x["meta"])) for x in (expected, got))
+    assert [len(x) for x in got.pop("seconds").values()] == [12, 12]
+    del expected["seconds"]
+    assert expected == got
 
 
 def test_another_experiment_does_not_overwrite_a_checkpoint(whole):
@@ -110,8 +130,58 @@ def test_bad_arguments(arguments, message):
     assert "Traceback" not in done.stderr
 
 
-def test_a_file_that_is_no_checkpoint(tmp_path):
-    (tmp_path / "checkpoint.npz").write_bytes(b"no")
+@pytest.mark.parametrize("damage", ["text", "empty", "cut", "changed"])
+def test_a_damaged_checkpoint(whole, tmp_path, damage):
+    good = bytearray((whole[0] / "checkpoint.npz").read_bytes())
+    half = len(good) // 2
+    good[half] ^= 0xFF  # the archive has checksums
+    bad = {"text": b"no", "empty": b"", "cut": good[:half], "changed": good}[damage]
+    (tmp_path / "checkpoint.npz").write_bytes(bad)
     done = run(*TINY, "--out", tmp_path)
     assert done.returncode == 1
     assert "must be a checkpoint of this program" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "checkpoint.npz").read_bytes() == bad
+
+
+def test_a_write_that_fails_leaves_the_old_file(demo, tmp_path):
+    path = tmp_path / "a.txt"
+    demo.write_atomically(path, lambda p: p.write_text("old"))
+
+    def fail(p: pathlib.Path) -> None:
+        p.write_text("ne")
+        raise OSError
+
+    with pytest.raises(OSError):  # noqa: PT011
+        demo.write_atomically(path, fail)
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["old"]
+
+
+def test_the_corpus_does_not_depend_on_where_the_library_lies(demo, tmp_path, monkeypatch):
+    corpora = []
+    for name in ("python", "test/site-packages/python"):
+        folder = tmp_path / name
+        for i in range(20):
+            (folder / "json").mkdir(parents=True, exist_ok=True)
+            (folder / "json" / f"{i:02}.py").write_bytes(bytes([i]) * 10)
+        for other in ("test", "site-packages"):
+            (folder / other).mkdir()
+            (folder / other / "x.py").write_bytes(b"x" * 1000)
+        monkeypatch.setattr(demo.sysconfig, "get_path", lambda _, folder=folder: str(folder))
+        corpora.append([set(data.tolist()) for data in demo.read_corpus(20)])
+    assert corpora == [[set(range(20)) - {9, 19}, {9, 19}]] * 2
+    with pytest.raises(SystemExit, match="must have 21 bytes for validation; got 20"):
+        demo.read_corpus(21)
+
+
+@pytest.mark.parametrize("size", [(64, 16), (64, 17), (100, 16)])
+def test_batches_depend_on_seed_and_step_alone(demo, size):
+    length, context = size
+    data = np.arange(length, dtype=np.uint8)
+    shape = demo.Size(layers=1, width=16, heads=1, context=context, batch=3)
+    batches = {(s, i): demo.batch_at(data, shape, s, i) for s in range(2) for i in range(20)}
+    for (seed, step), batch in batches.items():
+        assert batch.shape == (3, context + 1) and batch.dtype == np.int32
+        assert np.array_equal(np.diff(batch), np.ones((3, context)))
+        assert np.array_equal(batch, demo.batch_at(data, shape, seed, step))
+    assert len({batch.tobytes() for batch in batches.values()}) > 35
