@@ -5,6 +5,9 @@
 
 #include "core/scale_layout.h"
 #include "ffi.h"
+#if defined(NVFP4_CUDA)
+#include "ops/matmul_cuda.h"
+#endif
 
 namespace nvfp4 {
 namespace {
@@ -142,6 +145,51 @@ ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer a_codes, ffi::AnyBuffer a_sc
   return ffi::Error::Success();
 }
 
+#if defined(NVFP4_CUDA)
+// Two alphas would take a kernel of their own: XLA multiplies them before.
+ffi::ErrorOr<Call> CheckCuda(ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales,
+                             ffi::AnyBuffer b_codes, ffi::AnyBuffer b_scales,
+                             ffi::RemainingArgs operands, ffi::AnyBuffer y,
+                             ffi::AnyBuffer workspace, int64_t alphas, bool bias, bool accumulate) {
+  if (alphas != 1) return Invalid("nvfp4_matmul: on CUDA there must be one alpha");
+  if (workspace.element_type() != ffi::U8) return Invalid("nvfp4_matmul: the workspace must be u8");
+  return Check(a_codes, a_scales, b_codes, b_scales, operands, y, alphas, bias, accumulate);
+}
+
+MatmulWorkspace WorkspaceIn(ffi::AnyBuffer buffer) {
+  return {buffer.untyped_data(), ElementsOf(buffer)};
+}
+
+ffi::Error ErrorOf(const std::string& what) {
+  return what.empty() ? ffi::Error::Success() : ffi::Error::Internal(what);
+}
+
+ffi::Error Cuda(cudaStream_t stream, ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales,
+                ffi::AnyBuffer b_codes, ffi::AnyBuffer b_scales, ffi::RemainingArgs operands,
+                ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> workspace,
+                int64_t alphas, bool bias, bool accumulate) {
+  const auto call = CheckCuda(a_codes, a_scales, b_codes, b_scales, operands, *y, *workspace,
+                              alphas, bias, accumulate);
+  if (call.has_error()) return call.error();
+  return ErrorOf(MatmulOnCuda(call->shape, call->products.data(),
+                              static_cast<int64_t>(call->products.size()), WorkspaceIn(*workspace),
+                              stream));
+}
+
+// XLA calls it before each run, outside of any stream capture.
+ffi::Error CudaInitialize(ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales, ffi::AnyBuffer b_codes,
+                          ffi::AnyBuffer b_scales, ffi::RemainingArgs operands,
+                          ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> workspace,
+                          int64_t alphas, bool bias, bool accumulate) {
+  const auto call = CheckCuda(a_codes, a_scales, b_codes, b_scales, operands, *y, *workspace,
+                              alphas, bias, accumulate);
+  if (call.has_error()) return call.error();
+  return ErrorOf(PlanMatmulOnCuda(call->shape, call->products.data(),
+                                  static_cast<int64_t>(call->products.size()),
+                                  WorkspaceIn(*workspace)));
+}
+#endif
+
 template <typename Binding>
 auto Signature(Binding binding) {
   return std::move(binding)
@@ -161,5 +209,12 @@ auto Signature(Binding binding) {
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulCpu, Cpu, Signature(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+#if defined(NVFP4_CUDA)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulCuda, Cuda,
+                              Signature(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulCudaInitialize, CudaInitialize,
+                              Signature(ffi::Ffi::BindInitialize()));
+#endif
 
 }  // namespace nvfp4
