@@ -1,6 +1,6 @@
 """Trains a byte-level GPT twice, with NVFP4 linears and without, on Python's own standard library, and compares.
 
-    python examples/train_gpt.py [--size small] [--steps 300] [--recipe nvidia] [--seed 0] [--out runs/train_gpt]
+    python examples/train_gpt.py [--size small] [--steps 250] [--recipe nvidia] [--seed 0] [--out runs/train_gpt]
 
 Both models start from the same weights and see the same bytes. Every linear layer of a block computes in NVFP4, forward and
 backward; embeddings, norms, output head and attention products stay in float32. A checkpoint is written now and then, and on
@@ -412,7 +412,7 @@ def table(
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--recipe", choices=nvfp4.recipes.PRESETS, default="nvidia")
     parser.add_argument(
         "--baseline",
