@@ -1,6 +1,8 @@
 // csrc/cuda/gemm.cc: cuBLASLt's descriptors, plans and launches.
 #include "cuda/gemm.h"
 
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
 #include <vector>
 
@@ -97,6 +99,10 @@ uint32_t AlignmentOf(const void* pointer) {
   return static_cast<uint32_t>(address & -address);
 }
 
+Failure RuntimeFailure(const char* call, cudaError_t error) {
+  return FailureOf(call, error == cudaSuccess ? nullptr : cudaGetErrorString(error));
+}
+
 }  // namespace
 
 std::string LoadCublasLt(const std::string& path) {
@@ -115,12 +121,6 @@ void SetCublasLtFinder(std::function<std::vector<std::string>()> finder) {
 
 void UnloadCublasLt() { Use(nullptr); }
 
-Failure FailureOf(const char* call, cudaError_t error) {
-  if (error == cudaSuccess) return {};
-  return {std::string(call) + " failed with " + cudaGetErrorName(error) + " (" +
-          cudaGetErrorString(error) + ")"};
-}
-
 struct GemmDevice::GemmPlan {
   explicit GemmPlan(const Library& library)
       : desc(library.MatmulDescDestroy),
@@ -137,7 +137,7 @@ struct GemmDevice::GemmPlan {
 
 Failure GemmDevice::Current(std::shared_ptr<GemmDevice>* device) {
   int ordinal = 0;
-  if (auto f = FailureOf("cudaGetDevice", cudaGetDevice(&ordinal))) return f;
+  if (auto f = RuntimeFailure("cudaGetDevice", cudaGetDevice(&ordinal))) return f;
   if (auto f = FindLibrary()) return f;
   Process& process = TheProcess();
   const std::lock_guard<std::mutex> lock(process.mutex);
@@ -148,14 +148,12 @@ Failure GemmDevice::Current(std::shared_ptr<GemmDevice>* device) {
     std::shared_ptr<GemmDevice> made(new GemmDevice);
     made->library_ = process.library;
     made->ordinal_ = ordinal;
-    if (auto f = FailureOf(
-            "cudaDeviceGetAttribute",
-            cudaDeviceGetAttribute(&made->major_, cudaDevAttrComputeCapabilityMajor, ordinal)))
-      return f;
-    if (auto f = FailureOf(
-            "cudaDeviceGetAttribute",
-            cudaDeviceGetAttribute(&made->minor_, cudaDevAttrComputeCapabilityMinor, ordinal)))
-      return f;
+    const auto get = [ordinal](cudaDeviceAttr which, int* value) {
+      return RuntimeFailure("cudaDeviceGetAttribute",
+                            cudaDeviceGetAttribute(value, which, ordinal));
+    };
+    if (auto f = get(cudaDevAttrComputeCapabilityMajor, &made->major_)) return f;
+    if (auto f = get(cudaDevAttrComputeCapabilityMinor, &made->minor_)) return f;
     if (auto f = FailureOf("cudaGetSymbolAddress", ZeroAndOne(&made->zero_and_one_))) return f;
     if (auto f = made->Check("cublasLtCreate", made->library_->Create(&made->handle_))) return f;
     known = std::move(made);
@@ -293,7 +291,7 @@ Failure GemmDevice::Plan(GemmSpec spec, const GemmPointers& pointers) {
   return Find(spec, pointers, &plan);
 }
 
-Failure GemmDevice::Enqueue(GemmSpec spec, const GemmPointers& pointers, cudaStream_t stream) {
+Failure GemmDevice::Enqueue(GemmSpec spec, const GemmPointers& pointers, CudaStream stream) {
   GemmPlan* plan = nullptr;
   if (auto f = Find(spec, pointers, &plan)) return f;
   const Library& lt = *library_;

@@ -1,8 +1,6 @@
 // csrc/cuda/gemm.h: one matrix product on cuBLASLt: plans made once, and launches.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <array>
 #include <map>
 #include <memory>
@@ -11,6 +9,7 @@
 #include <tuple>
 
 #include "cuda/cublaslt.h"
+#include "cuda/stream.h"
 
 namespace nvfp4 {
 
@@ -21,7 +20,10 @@ struct Failure {
   explicit operator bool() const { return !what.empty(); }
 };
 
-Failure FailureOf(const char* call, cudaError_t error);
+inline Failure FailureOf(const char* call, CudaError error) {
+  if (error == nullptr) return {};
+  return {std::string(call) + " failed with: " + error};
+}
 
 // A product as cuBLASLt counts it, all matrices column-major:
 // d[m, n] = alpha * a[k, m]^T b[k, n] + beta * c[m, n] (+ bias[m]).
@@ -65,7 +67,7 @@ class GemmDevice {
 
   // Makes the plan if there is none. The alignment in `spec` is set from `pointers`.
   Failure Plan(GemmSpec spec, const GemmPointers& pointers);
-  Failure Enqueue(GemmSpec spec, const GemmPointers& pointers, cudaStream_t stream);
+  Failure Enqueue(GemmSpec spec, const GemmPointers& pointers, CudaStream stream);
 
  private:
   struct GemmPlan;

@@ -164,7 +164,7 @@ ffi::Error ErrorOf(const std::string& what) {
   return what.empty() ? ffi::Error::Success() : ffi::Error::Internal(what);
 }
 
-ffi::Error Cuda(cudaStream_t stream, ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales,
+ffi::Error Cuda(CudaStream stream, ffi::AnyBuffer a_codes, ffi::AnyBuffer a_scales,
                 ffi::AnyBuffer b_codes, ffi::AnyBuffer b_scales, ffi::RemainingArgs operands,
                 ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> workspace,
                 int64_t alphas, bool bias, bool accumulate) {
@@ -211,7 +211,7 @@ auto Signature(Binding binding) {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulCpu, Cpu, Signature(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 #if defined(NVFP4_CUDA)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulCuda, Cuda,
-                              Signature(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
+                              Signature(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CudaStream>>()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulCudaInitialize, CudaInitialize,
                               Signature(ffi::Ffi::BindInitialize()));

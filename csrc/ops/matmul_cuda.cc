@@ -105,7 +105,7 @@ int64_t StepOf(int64_t most, int64_t all) {
 class Multiplication {
  public:
   Multiplication(const MatmulShape& shape, const MatmulProduct& product,
-                 const MatmulWorkspace& workspace, GemmDevice& device, cudaStream_t stream)
+                 const MatmulWorkspace& workspace, GemmDevice& device, CudaStream stream)
       : shape_(shape), p_(product), workspace_(workspace), device_(device), stream_(stream) {}
 
   // Enqueues nothing before all of a way is known to be possible.
@@ -277,24 +277,19 @@ class Multiplication {
     if (padded == rows) return {};
     *data = staged;
     if (plan) return {};
-    if (auto f = FailureOf("cudaMemcpyAsync",
-                           cudaMemcpyAsync(staged, codes, static_cast<size_t>(rows * stride),
-                                           cudaMemcpyDeviceToDevice, stream_)))
-      return f;
-    return FailureOf("cudaMemsetAsync",
-                     cudaMemsetAsync(staged + rows * stride, 0,
-                                     static_cast<size_t>((padded - rows) * stride), stream_));
+    return FailureOf("the kernel that pads an operand",
+                     Pad({codes, rows * stride, padded * stride, staged}, stream_));
   }
 
   const MatmulShape& shape_;
   const MatmulProduct& p_;
   const MatmulWorkspace& workspace_;
   GemmDevice& device_;
-  const cudaStream_t stream_;
+  const CudaStream stream_;
 };
 
 // K = 0: a sum over nothing.
-Failure Empty(const MatmulShape& shape, const MatmulProduct& p, cudaStream_t stream) {
+Failure Empty(const MatmulShape& shape, const MatmulProduct& p, CudaStream stream) {
   FinishArgs finish{};
   finish.alpha = p.alpha[0];
   finish.rows = shape.m;
@@ -308,7 +303,7 @@ Failure Empty(const MatmulShape& shape, const MatmulProduct& p, cudaStream_t str
 }
 
 std::string Execute(const MatmulShape& shape, const MatmulProduct* products, int64_t count,
-                    const MatmulWorkspace& workspace, cudaStream_t stream, bool only_plan) {
+                    const MatmulWorkspace& workspace, CudaStream stream, bool only_plan) {
   if (count == 0 || shape.m == 0 || shape.n == 0) return "";
   std::shared_ptr<GemmDevice> device;
   Failure failure;
@@ -340,7 +335,7 @@ std::string Execute(const MatmulShape& shape, const MatmulProduct* products, int
 }  // namespace
 
 std::string MatmulOnCuda(const MatmulShape& shape, const MatmulProduct* products, int64_t count,
-                         const MatmulWorkspace& workspace, cudaStream_t stream) {
+                         const MatmulWorkspace& workspace, CudaStream stream) {
   return Execute(shape, products, count, workspace, stream, /*only_plan=*/false);
 }
 

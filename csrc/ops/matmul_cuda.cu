@@ -1,12 +1,11 @@
 // csrc/ops/matmul_cuda.cu: the kernels around cuBLASLt's GEMM.
-#include <cuda_runtime.h>
-
 #include <algorithm>
 
 #include "core/e2m1.h"
 #include "core/e4m3.h"
 #include "core/half.h"
 #include "core/scale_layout.h"
+#include "cuda/device.cuh"
 #include "ops/matmul_cuda.h"
 
 namespace nvfp4 {
@@ -78,33 +77,45 @@ __global__ void __launch_bounds__(kThreads) DequantizePanelKernel(DequantizePane
   }
 }
 
+__global__ void __launch_bounds__(kThreads) PadKernel(PadArgs args) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t size = static_cast<int64_t>(sizeof(uint4));
+  if (i * size >= args.padded_size) return;
+  reinterpret_cast<uint4*>(args.to)[i] =
+      i * size < args.size ? reinterpret_cast<const uint4*>(args.from)[i] : uint4{0, 0, 0, 0};
+}
+
 // One thread for each of `columns`; rows are shared out over the other axis of the grid.
 template <typename Args>
-cudaError_t Launch(void (*kernel)(Args), const Args& args, int64_t columns, int64_t rows,
-                   cudaStream_t stream) {
+CudaError Launch(void (*kernel)(Args), const Args& args, int64_t columns, int64_t rows,
+                 CudaStream stream) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(CeilDiv(columns, kThreads)),
                         static_cast<unsigned>(std::min(rows, kMaxGridRows)));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  return TextOf(cudaLaunchKernelEx(&config, kernel, args));
 }
 
 }  // namespace
 
-cudaError_t Finish(const FinishArgs& args, cudaStream_t stream) {
+CudaError Finish(const FinishArgs& args, CudaStream stream) {
   return Launch(FinishKernel, args, args.columns, args.rows, stream);
 }
 
-cudaError_t DequantizePanel(const DequantizePanelArgs& args, cudaStream_t stream) {
+CudaError DequantizePanel(const DequantizePanelArgs& args, CudaStream stream) {
   return Launch(DequantizePanelKernel, args, CodesStride(args.k) / (kBlock / 2), args.rows, stream);
 }
 
-cudaError_t ZeroAndOne(const float** values) {
+CudaError Pad(const PadArgs& args, CudaStream stream) {
+  return Launch(PadKernel, args, args.padded_size / static_cast<int64_t>(sizeof(uint4)), 1, stream);
+}
+
+CudaError ZeroAndOne(const float** values) {
   void* address = nullptr;
   const cudaError_t error = cudaGetSymbolAddress(&address, kZeroAndOne);
   *values = static_cast<const float*>(address);
-  return error;
+  return TextOf(error);
 }
 
 }  // namespace nvfp4

@@ -1,10 +1,9 @@
 // csrc/ops/matmul_cuda.h: matmul on CUDA: cuBLASLt's GEMM, and the kernels around it.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <string>
 
+#include "cuda/stream.h"
 #include "ops/matmul.h"
 
 namespace nvfp4 {
@@ -18,7 +17,7 @@ struct MatmulWorkspace {
 // Enqueues the products on `stream` of the current device; pointers are the device's, and each
 // product has one alpha. On success the result is empty; else it says what failed.
 std::string MatmulOnCuda(const MatmulShape& shape, const MatmulProduct* products, int64_t count,
-                         const MatmulWorkspace& workspace, cudaStream_t stream);
+                         const MatmulWorkspace& workspace, CudaStream stream);
 
 // Makes the plans that MatmulOnCuda would make in its first call, and enqueues nothing: cuBLASLt
 // should not be asked for them while the stream is being captured into a graph.
@@ -38,7 +37,7 @@ struct FinishArgs {
   const void* accumulate;  // [rows, columns] or null
   void* y;                 // [rows, columns]; may be accumulate or source
 };
-cudaError_t Finish(const FinishArgs& args, cudaStream_t stream);
+CudaError Finish(const FinishArgs& args, CudaStream stream);
 
 // x = code * block scale, which is exact in bfloat16 and in float16: six bits at most, from 2^-10
 // to 2688. Rows and elements past the matrix are written as zeros.
@@ -50,9 +49,17 @@ struct DequantizePanelArgs {
   FloatType type;           // bfloat16 or float16
   void* x;                  // [rows, k filled to a multiple of 32], aligned to 16 bytes
 };
-cudaError_t DequantizePanel(const DequantizePanelArgs& args, cudaStream_t stream);
+CudaError DequantizePanel(const DequantizePanelArgs& args, CudaStream stream);
+
+// Copies `size` bytes and puts zeros after them. All are multiples of 16.
+struct PadArgs {
+  const uint8_t* from;
+  int64_t size, padded_size;
+  uint8_t* to;
+};
+CudaError Pad(const PadArgs& args, CudaStream stream);
 
 // Two float32 in memory of the current device: 0 and 1.
-cudaError_t ZeroAndOne(const float** values);
+CudaError ZeroAndOne(const float** values);
 
 }  // namespace nvfp4

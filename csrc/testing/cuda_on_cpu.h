@@ -105,6 +105,11 @@ enum cudaMemcpyKind {
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0 };
+enum cudaStreamCaptureMode {
+  cudaStreamCaptureModeGlobal = 0,
+  cudaStreamCaptureModeThreadLocal = 1,
+  cudaStreamCaptureModeRelaxed = 2,
+};
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
   cudaDevAttrComputeCapabilityMajor = 75,
@@ -138,6 +143,13 @@ cudaError_t cudaFree(void* pointer);
 cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t stream = nullptr);
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind kind,
                             cudaStream_t stream = nullptr);
+
+// Nothing is captured; what a thread may do meanwhile is kept all the same.
+inline thread_local cudaStreamCaptureMode cuda_on_cpu_capture_mode = cudaStreamCaptureModeGlobal;
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, cuda_on_cpu_capture_mode);
+  return cudaSuccess;
+}
 
 namespace cuda_on_cpu {
 
@@ -201,6 +213,7 @@ void BeforeAtomic(void* address, size_t size);
 cudaError_t Run(const cudaLaunchConfig_t& config, const void* kernel, void (*thread)(const void*),
                 const void* launch, size_t launch_size);
 cudaError_t SetMaxDynamicShared(const void* kernel, int bytes);
+[[noreturn]] void FailShuffle();
 cudaError_t Called();  // counts a call of the runtime, which may be told to fail
 
 // Not an access of the kernel.
@@ -212,7 +225,7 @@ CUDA_ON_CPU_UNSEEN T Shuffle(unsigned mask, T value, unsigned source, Where wher
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof value);
   const uint64_t* slots = WarpExchange(mask, bits, false, where);
-  if ((mask >> source & 1) == 0) Fail("a shuffle reads a lane that its mask does not name");
+  if ((mask >> source & 1) == 0) FailShuffle();
   std::memcpy(&value, slots + source, sizeof value);
   return value;
 }

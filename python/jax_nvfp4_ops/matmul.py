@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_nvfp4_ops import _primitive
+from jax_nvfp4_ops import _cuda, _primitive
 from jax_nvfp4_ops._compat import ShapedArray
 from jax_nvfp4_ops.array import NVFP4Array
 
 _TARGET = "nvfp4_matmul_v1"
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
-# Bytes that a platform's GEMM works in. XLA shares them between calls.
-_WORKSPACE = {"cpu": 0, "cuda": 32 << 20}
 
 
 def check_out_dtype(op: str, dtype: Any, name: str = "out_dtype") -> Any:
@@ -59,6 +57,8 @@ def matmul_quantized(
             raise TypeError(
                 f"matmul: {name} must be an NVFP4Array; got {type(operand).__name__}. Use nvfp4.quantize."
             )
+    a.check("matmul")
+    b.check("matmul")
     if a.k != b.k:
         raise ValueError(
             f"matmul: a and b must have the same last axis, K; got {a.shape} and {b.shape}. Quantized operands are "
@@ -148,14 +148,29 @@ def _call(
     (y,) = _abstract_eval(
         *operands, alphas=alphas, bias=bias, accumulate=accumulate, out_dtype=out_dtype
     )
+    workspace = 0
+    if platform == "cuda":
+        workspace = _cuda.workspace_size(*y.shape[-2:], operands[0].shape[-1])
+        operands, alphas = _with_one_alpha(operands, alphas)
+    # XLA shares the workspace between calls.
     results = [
         jax.ShapeDtypeStruct(y.shape, out_dtype),
-        jax.ShapeDtypeStruct((_WORKSPACE[platform],), jnp.uint8),
+        jax.ShapeDtypeStruct((workspace,), jnp.uint8),
     ]
     call = jax.ffi.ffi_call(
         _TARGET, results, input_output_aliases={len(operands) - 1: 0} if accumulate else None
     )
     return call(*operands, alphas=np.int64(alphas), bias=bias, accumulate=accumulate)[:1]
+
+
+def _with_one_alpha(operands: Sequence[jax.Array], alphas: int) -> tuple[Sequence[jax.Array], int]:
+    """The same operands with the product of two alphas in their place: cuBLASLt reads one, from the device."""
+    if alphas == 1:
+        return operands, 1
+    first, second = operands[4:6]
+    rank = max(first.ndim, second.ndim)
+    first, second = (x.reshape(x.shape + (1,) * (rank - x.ndim)) for x in (first, second))
+    return [*operands[:4], first * second, *operands[6:]], 1
 
 
 def _batch(
