@@ -256,10 +256,25 @@ def test_leaves_of_an_array_that_do_not_fit_are_an_error_not_a_crash(q):
         hadamard=False,
         dtype=jnp.float32,
     )
-    with pytest.raises(Exception, match=r"nvfp4_dequantize: codes .* do not fit"):
-        jax.block_until_ready(short.dequantize())
-    with pytest.raises(Exception, match=r"nvfp4_matmul: a_codes .* does not fit"):
-        jax.block_until_ready(nvfp4.matmul(short, short, out_dtype=jnp.float32))
+    for op, f in (
+        ("dequantize", short.dequantize),
+        ("matmul", lambda: nvfp4.matmul(short, q, out_dtype=jnp.float32)),
+        ("matmul", lambda: nvfp4.matmul(q, short, out_dtype=jnp.float32)),
+    ):
+        with pytest.raises(ValueError, match=rf"{op}: an NVFP4Array with k=4096 must have packed"):
+            f()
+    whole = {"packed": q.packed, "scales": q.scales, "global_scale": q.global_scale}
+    for name, leaf in (
+        ("packed", q.packed.astype(jnp.int8)),
+        ("scales", q.scales[..., :256]),
+        ("scales", q.linear_scales()),
+        ("global_scale", jnp.ones(3)),
+    ):
+        bad = nvfp4.NVFP4Array(
+            **{**whole, name: leaf}, k=q.k, block=q.block, hadamard=False, dtype=q.dtype
+        )
+        with pytest.raises(ValueError, match=f"dequantize: an NVFP4Array .* must have {name}"):
+            bad.dequantize()
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (8, 0), (0, 0), (2, 0, 32), (0, 8, 32)], ids=str)

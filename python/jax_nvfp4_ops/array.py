@@ -107,6 +107,26 @@ class NVFP4Array:
         linear = layout.scales_to_linear(self.scales, self.packed.shape[-2], self.k)
         return jax.lax.bitcast_convert_type(linear, jnp.float8_e4m3fn)
 
+    def check(self, op: str) -> None:
+        """Raises unless the three arrays fit each other and k, as in an array that `quantize` made."""
+        rows = self.packed.shape[-2] if self.ndim >= 2 else 0
+        expected = {
+            "packed": (layout.codes_shape(rows, self.k), jnp.uint8),
+            "scales": (layout.scales_shape(rows, self.k), jnp.uint8),
+            "global_scale": ((), jnp.float32),
+        }
+        lead = self.packed.shape[:-2]
+        for name, (shape, dtype) in expected.items():
+            leaf = getattr(self, name)
+            # A global scale has the first of the leading axes.
+            own = lead[: leaf.ndim] if name == "global_scale" else lead
+            if leaf.shape != (*own, *shape) or leaf.dtype != dtype or self.ndim < 2:
+                raise ValueError(
+                    f"{op}: an NVFP4Array with k={self.k} must have {name} of shape [..., {', '.join(map(str, shape))}] "
+                    f"and dtype {jnp.dtype(dtype)}; got {leaf.dtype}{list(leaf.shape)} beside packed "
+                    f"{list(self.packed.shape)}. Make it with nvfp4.quantize."
+                )
+
     def dequantize(self, dtype: Any = None, *, transformed: bool = False) -> jax.Array:
         """The values, `E2M1(code) * (E4M3(scale) * global_scale)`.
 
@@ -124,6 +144,7 @@ class NVFP4Array:
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
         if not any(dtype == t for t in _FLOATS):
             raise TypeError(f"dequantize: dtype must be float32, bfloat16 or float16; got {dtype}.")
+        self.check("dequantize")
         if not self.hadamard:
             (x,) = dequantize_p.bind(
                 self.packed, self.scales, self.global_scale, k=self.k, dtype=dtype
