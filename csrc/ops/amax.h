@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/parallel.h"
+#include "cuda/stream.h"
 #include "ops/types.h"
 
 namespace nvfp4 {
@@ -20,5 +21,9 @@ struct AmaxArgs {
 };
 
 void AmaxOnCpu(const AmaxArgs& args, const Parallel& parallel);
+
+// Enqueues one memset and one kernel on the stream of the current device; pointers are the
+// device's, x is aligned to 16 bytes, and the results are neighbours: `stride` of them.
+CudaError AmaxOnCuda(const AmaxArgs& args, CudaStream stream);
 
 }  // namespace nvfp4

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/parallel.h"
+#include "cuda/stream.h"
 #include "ops/types.h"
 
 namespace nvfp4 {
@@ -17,5 +18,9 @@ struct DequantizeArgs {
 };
 
 void DequantizeOnCpu(const DequantizeArgs& args, const Parallel& parallel);
+
+// Enqueues one kernel on the stream of the current device; pointers are the device's, and aligned
+// to 16 bytes.
+CudaError DequantizeOnCuda(const DequantizeArgs& args, CudaStream stream);
 
 }  // namespace nvfp4

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/parallel.h"
+#include "cuda/stream.h"
 #include "ops/types.h"
 
 namespace nvfp4 {
@@ -33,5 +34,9 @@ struct QuantizeArgs {
 };
 
 void QuantizeOnCpu(const QuantizeArgs& args, const Parallel& parallel);
+
+// Enqueues one kernel on the stream of the current device; pointers are the device's, and aligned
+// to 16 bytes.
+CudaError QuantizeOnCuda(const QuantizeArgs& args, CudaStream stream);
 
 }  // namespace nvfp4
