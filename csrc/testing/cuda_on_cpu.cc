@@ -134,8 +134,9 @@ constexpr size_t kStack = 128 << 10;
 #endif
 
 #if defined(__x86_64__)
-// Pushes the registers that a function must keep, stores the stack pointer, takes the other.
-[[gnu::naked, gnu::noinline]] void SwitchStack(void** /*rdi*/, void* /*rsi*/) {
+// Pushes the registers that a function must keep, stores the stack pointer, takes the other. noipa:
+// a compiler that looked inside would not see that all other registers change.
+[[gnu::naked, gnu::noipa]] void SwitchStack(void** /*rdi*/, void* /*rsi*/) {
   asm("push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n"
       "mov %rsp, (%rdi)\n mov %rsi, %rsp\n"
       "pop %r15\n pop %r14\n pop %r13\n pop %r12\n pop %rbx\n pop %rbp\n ret\n");
@@ -251,6 +252,19 @@ struct Block {
   uint32_t epoch = 0;   // barriers that it has passed
 };
 
+// While it lives, accesses are not those of a kernel. What the standard library's inline functions
+// do may be seen even here: of theirs the linker keeps one copy, perhaps one from a kernel's file.
+class Quiet {
+ public:
+  Quiet() { now = true; }
+  Quiet(const Quiet&) = delete;
+  ~Quiet() { now = before_; }
+  static inline bool now = false;
+
+ private:
+  const bool before_ = now;
+};
+
 class Scheduler {
  public:
   Schedule schedule = Schedule::kInOrder;
@@ -297,6 +311,7 @@ class Scheduler {
   }
 
   int Barrier(bool vote, Where where) {
+    const Quiet quiet;
     Thread& self = Self();
     if (waiting_ == 0) where_ = where, votes_ = 0;
     if (!Same(where, where_)) {
@@ -314,6 +329,7 @@ class Scheduler {
   }
 
   const uint64_t* Exchange(unsigned mask, uint64_t value, bool orders_memory, Where where) {
+    const Quiet quiet;
     Thread& self = Self();
     const unsigned lane = current_ % kWarp, warp = current_ / kWarp;
     if ((mask >> lane & 1) == 0) Fail("a mask without the lane that calls: " + TextOf(where));
@@ -361,7 +377,9 @@ class Scheduler {
 
   void Main() {
     Fiber::Arrived(nullptr, scheduler_);
+    Quiet::now = false;
     body_(launch_);
+    const Quiet quiet;
     Release(&end_);
     Self().state = State::kEnded;
     --alive_;
@@ -369,7 +387,10 @@ class Scheduler {
     Self().fiber.SwitchTo(scheduler_, true);
   }
 
-  void Yield() { Self().fiber.SwitchTo(scheduler_); }
+  void Yield() {
+    Self().fiber.SwitchTo(scheduler_);
+    Quiet::now = true;
+  }
 
   void FinishBarrier() {
     if (waiting_ == 0 || waiting_ < alive_) return;
@@ -490,7 +511,8 @@ class Accesses {
   }
 
   void Touch(uintptr_t address, size_t size, bool write, bool atomic) {
-    if (!scheduler.InKernel()) return;
+    if (!scheduler.InKernel() || Quiet::now) return;
+    const Quiet quiet;
     Thread& self = scheduler.Self();
     if (self.fiber.Holds(address) || IsBuiltin(address)) return;
     Region* region = Find(address);
@@ -685,6 +707,7 @@ void SetSchedule(Schedule schedule, uint32_t seed) {
 void SetContext(std::string text) { context = std::move(text); }
 
 void Fail(const std::string& message) {
+  const Quiet quiet;
   std::string text = "cuda_on_cpu: " + message;
   if (scheduler.InKernel())
     text += " [block " + TextOf(blockIdx) + ", thread " + TextOf(threadIdx) + "]";
@@ -693,6 +716,8 @@ void Fail(const std::string& message) {
   std::fflush(nullptr);
   std::_Exit(kFailureStatus);
 }
+
+void FailShuffle() { Fail("a shuffle reads a lane that its mask does not name"); }
 
 Counts Enqueued() { return counts; }
 int64_t Calls() { return calls; }
@@ -744,6 +769,7 @@ void BeforeAtomic(void* address, size_t size) {
   Release(address);
   if (!kCheckAccesses) return;
   TheAccesses().Touch(reinterpret_cast<uintptr_t>(address), size, true, true);
+  const Quiet quiet;
   TheAccesses().Synchronize(reinterpret_cast<uintptr_t>(address));
 }
 

@@ -119,19 +119,22 @@ __global__ void __launch_bounds__(kThreads) Kernel(Args args) {
     if (lane < 16) sum += __shfl_xor_sync(~0u, sum, 2);
   }
   for (int by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
-  if (lane == 0) warp_sums[args.bug == Bug::static_shared_past_end ? t / 24 : t / 32] = sum;
+  if (lane == 0) warp_sums[args.bug == Bug::static_shared_past_end ? t / 16 : t / 32] = sum;
   if (args.bug != Bug::missing_syncwarp) __syncwarp();
-  if (args.bug == Bug::uninitialised_static_shared) {
-    if (last) sum += 1.0f;
-  }
   float y = shared.left[t] + 2.0f * warp_sums[t / 32];
+  if (args.bug == Bug::uninitialised_static_shared) {
+    if (last) y += 1.0f;
+  }
 
   if (args.bug == Bug::int_overflow) {
-    if (args.rows * 65536 * 32 < 0) y += 1.0f;
+    const int elements = args.rows * 2000000;
+    y += static_cast<float>(elements > 0);
   }
   if (args.bug == Bug::shift_by_width) y += static_cast<float>(1u << args.shift);
-  if (args.bug == Bug::misaligned_vector)
-    y += reinterpret_cast<const float4*>(args.in + 1)->x;
+  if (args.bug == Bug::misaligned_vector) {
+    const float4 four = *reinterpret_cast<const float4*>(args.in + 1);
+    y += four.x + four.y + four.z + four.w;
+  }
   if (args.bug == Bug::stack_past_end) {
     float local[4] = {x, y, x, y};
     y += local[args.shift / 8 + lane % 2];
