@@ -500,7 +500,9 @@ def test_each_failure_of_the_runtime_is_an_error(cuda, capability):
         cuda.runtime.Unload()
         assert cuda.load(cuda.path.decode()) == ""
         cuda.runtime.RuntimeFail(n)
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"failed with.*cudaErrorLaunchFailure"):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match=r"failed with.*cudaErrorLaunchFailure"
+        ):
             cuda.run(product(jnp.float32), *args)
     compare(cuda, product(jnp.float32), *args)
 

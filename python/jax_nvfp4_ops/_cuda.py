@@ -37,7 +37,7 @@ def find_cublaslt() -> list[str]:
 
 def _from_pathfinder() -> str | None:
     try:
-        from cuda import pathfinder
+        from cuda import pathfinder  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         return None
     try:

@@ -150,7 +150,8 @@ def _call(
     )
     workspace = 0
     if platform == "cuda":
-        workspace = _cuda.workspace_size(*y.shape[-2:], operands[0].shape[-1])
+        m, n = y.shape[-2:]
+        workspace = _cuda.workspace_size(m, n, operands[0].shape[-1])
         operands, alphas = _with_one_alpha(operands, alphas)
     # XLA shares the workspace between calls.
     results = [
@@ -163,14 +164,16 @@ def _call(
     return call(*operands, alphas=np.int64(alphas), bias=bias, accumulate=accumulate)[:1]
 
 
-def _with_one_alpha(operands: Sequence[jax.Array], alphas: int) -> tuple[Sequence[jax.Array], int]:
+def _with_one_alpha(
+    operands: tuple[jax.Array, ...], alphas: int
+) -> tuple[tuple[jax.Array, ...], int]:
     """The same operands with the product of two alphas in their place: cuBLASLt reads one, from the device."""
     if alphas == 1:
         return operands, 1
     first, second = operands[4:6]
     rank = max(first.ndim, second.ndim)
     first, second = (x.reshape(x.shape + (1,) * (rank - x.ndim)) for x in (first, second))
-    return [*operands[:4], first * second, *operands[6:]], 1
+    return (*operands[:4], first * second, *operands[6:]), 1
 
 
 def _batch(

@@ -89,7 +89,8 @@ __global__ void __launch_bounds__(kThreads) Kernel(Args args) {
   } else if (args.bug == Bug::uninitialised_dynamic_shared) {
     if (t != 7) shared.row[t] = x;
   } else {
-    shared.row[args.bug == Bug::shared_write_past_end ? t + (t == 95 ? 2 * kThreads - 95 : 0) : t] = x;
+    shared.row[args.bug == Bug::shared_write_past_end ? t + (t == 95 ? 2 * kThreads - 95 : 0) : t] =
+        x;
   }
   if (args.bug == Bug::two_writers) shared.row[t / 2] = 1.0f;
   if (args.bug == Bug::barrier_in_branch) {
@@ -104,7 +105,8 @@ __global__ void __launch_bounds__(kThreads) Kernel(Args args) {
     __syncthreads();
   }
   const int from = (t + kThreads - 1) % kThreads;
-  shared.left[t] = shared.row[args.bug == Bug::shared_read_past_end && t == 9 ? 2 * kThreads : from];
+  shared.left[t] =
+      shared.row[args.bug == Bug::shared_read_past_end && t == 9 ? 2 * kThreads : from];
 
   // Sum of the warp.
   float sum = x;
@@ -183,7 +185,8 @@ int Test(Bug bug) {
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = sizeof(Shared);
   if (bug == Bug::too_much_shared) config.dynamicSmemBytes = 64 << 10;
-  const Args args{bug, in.As<float>(),
+  const Args args{bug,
+                  in.As<float>(),
                   out.As<float>(),
                   sums.As<float>(),
                   arrived.As<unsigned>(),

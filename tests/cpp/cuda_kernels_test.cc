@@ -60,7 +60,8 @@ float Value(Data data, Random& random) {
       const uint32_t bits = random.Bits();
       return FloatOf((bits & 0x7F800000u) == 0x7F800000u ? bits ^ 0x40000000u : bits);
     }
-    case Data::kTies:  // E2M1's grid and its midpoints, with an amax that makes the scales powers of two
+    case Data::kTies:  // E2M1's grid and its midpoints, with an amax that makes the scales powers
+                       // of two
       return static_cast<float>(random.Below(49) - 24) * 0.25f;
     case Data::kSmall:
       return x * 0x1p-120f;
@@ -89,7 +90,7 @@ struct Case {
   FloatType type;
   Data data;
   Output along_rows, along_columns;
-  float amax_factor;   // the operand over the true amax
+  float amax_factor;  // the operand over the true amax
   bool partner;
   size_t alignment;
   int64_t amax_stride;
@@ -106,8 +107,8 @@ std::string TextOf(const Case& c) {
            "%d, %llu}",
            static_cast<int>(c.examples), static_cast<int>(c.batch), static_cast<int>(c.rows),
            static_cast<int>(c.k), static_cast<int>(c.type), static_cast<int>(c.data),
-           bits(c.along_rows), bits(c.along_columns), static_cast<double>(c.amax_factor),
-           c.partner, static_cast<int>(c.alignment), static_cast<int>(c.amax_stride),
+           bits(c.along_rows), bits(c.along_columns), static_cast<double>(c.amax_factor), c.partner,
+           static_cast<int>(c.alignment), static_cast<int>(c.amax_stride),
            static_cast<unsigned long long>(c.seed));
   return text;
 }
@@ -119,7 +120,8 @@ int schedule = 0;
 // `got` of the device, written in full, is `expected`.
 void ExpectSame(const char* what, const Buffer& got, const std::vector<uint8_t>& expected) {
   for (size_t i = 0; i < got.size(); ++i) {
-    if (!got.IsWritten(i)) Fail(std::string(what) + ": byte " + std::to_string(i) + " is not written");
+    if (!got.IsWritten(i))
+      Fail(std::string(what) + ": byte " + std::to_string(i) + " is not written");
     if (got.As()[i] != expected[i]) {
       Fail(std::string(what) + ": byte " + std::to_string(i) + " of " + std::to_string(got.size()) +
            " is " + std::to_string(got.As()[i]) + ", not " + std::to_string(expected[i]));
@@ -194,8 +196,9 @@ void CheckAmax(const Case& c, const Buffer& x, int wanted, std::vector<float> (&
 void CheckDequantize(const Case& c, int64_t rows, int64_t k, const Buffer& codes,
                      const Buffer& scales, const Buffer& global_scale) {
   for (const FloatType type : {FloatType::kF32, FloatType::kBf16, FloatType::kF16}) {
-    DequantizeArgs args{codes.As(), scales.As(), global_scale.As<float>(), c.examples, c.batch,
-                        rows, k, type, nullptr};
+    DequantizeArgs args{codes.As(), scales.As(), global_scale.As<float>(),
+                        c.examples, c.batch,     rows,
+                        k,          type,        nullptr};
     std::vector<uint8_t> expected(c.examples * c.batch * rows * k * SizeOf(type));
     args.x = expected.data();
     DequantizeOnCpu(args, OneThread());
@@ -268,7 +271,11 @@ void Check(const Case& c) {
     Buffer device_codes, device_scales, device_global_scale;
     Side(const Case& c, const Output& options, const Buffer& amax, int64_t rows, int64_t k,
          QuantizeOutput& out)
-        : options(options), amax(amax), rows(rows), k(k), out(out),
+        : options(options),
+          amax(amax),
+          rows(rows),
+          k(k),
+          out(out),
           codes(options.wanted ? c.examples * c.batch * rows * CodesStride(k) : 0),
           scales(options.wanted ? c.examples * c.batch * ScalesSize(rows, k) : 0),
           global_scale(options.wanted ? c.examples : 0),
