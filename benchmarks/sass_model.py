@@ -1,0 +1,318 @@
+"""What the CUDA kernels may reach on a B200, from the instructions that nvcc makes of them.
+
+A kernel that only reads and writes memory is bounded by the memory, or by the rate at which an SM
+issues instructions. `python benchmarks/sass_model.py` compiles the kernels for sm_100a, needs no
+GPU, and prints for each what it executes for an element of the input and the share of the memory's
+bandwidth that this leaves: an upper bound, as nothing ever waits in this model.
+
+Needs nvcc (13.0 or later), and cuobjdump and nvdisasm on PATH, in the toolkit, or from PyPI
+(nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm).
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TOOLS = ("nvcc", "cuobjdump", "nvdisasm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What bounds a kernel."""
+
+    name: str
+    sms: int
+    clock: float  # Hz
+    bandwidth: float  # bytes a second
+
+    @property
+    def bytes_per_clock(self) -> float:
+        """Of memory, for each SM."""
+        return self.bandwidth / self.sms / self.clock
+
+
+B200 = Chip("B200", 148, 1.9e9, 8.0e12)
+
+# Warp instructions a clock and SM. Pairs of float32 pass their pipe in two steps; integer and logic
+# operations, comparisons and conversions run at half rate (CUDA programming guide, arithmetic
+# throughput; those of FP4 are not published and taken to be like the others).
+ISSUE_RATE = 4.0
+PIPE_RATE = {"fma": 4.0, "fma2": 2.0, "imad": 2.0, "alu": 2.0, "convert": 2.0, "memory": 1.0}
+PIPES = {
+    "fma": "FADD FMUL FFMA FHADD FHFMA HADD2 HMUL2 HFMA2",
+    "fma2": "FADD2 FMUL2 FFMA2",
+    "imad": "IMAD IDP",
+    "convert": "F2FP",
+    "memory": "LDG STG LDS STS LDL STL ATOMG ATOMS REDG SHFL REDUX CREDUX",
+    "alu": "LOP3 SHF IADD3 IADD VIADD PRMT LEA ISETP FSETP FMNMX FMNMX3 HMNMX2 VHMNMX VIMNMX"
+    " VIMNMX3 SEL FSEL PLOP3 LOP MOV",
+}
+PIPE_OF = {op: pipe for pipe, ops in PIPES.items() for op in ops.split()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel of `source`, found by the template arguments in its mangled name."""
+
+    name: str
+    source: str
+    kernel: str
+    elements: int  # of the input that a thread has in a turn of the loop over tiles
+    bytes: float  # that an element of the input moves
+
+
+# csrc/ops/quantize_cuda.cu Mode
+WANTED, SQUARE, STOCHASTIC, HADAMARD = 1, 2, 4, 8
+OUTPUT_BYTES = 0.5 + 1 / 16
+
+
+def _quantize(name: str, rows: int, columns: int) -> Case:
+    moved = 2 + OUTPUT_BYTES * ((rows != 0) + (columns != 0))
+    kernel = f"QuantizeKernelILNS_9FloatTypeE1ELi{rows}ELi{columns}ELb1E"
+    return Case("quantize " + name, "quantize", kernel, 64, moved)
+
+
+CASES = (
+    _quantize("rows, RNE", WANTED, 0),
+    _quantize("rows, SR", WANTED | STOCHASTIC, 0),
+    _quantize("rows + columns, RNE", WANTED, WANTED),
+    _quantize("rows + columns, RNE, 16x16", WANTED | SQUARE, WANTED | SQUARE),
+    _quantize("rows + columns, RNE, RHT on columns", WANTED, WANTED | HADAMARD),
+    _quantize("rows + columns, SR", WANTED | STOCHASTIC, WANTED | STOCHASTIC),
+    _quantize(
+        "rows + columns, SR, RHT on columns", WANTED | STOCHASTIC, WANTED | STOCHASTIC | HADAMARD
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    address: int
+    predicate: str
+    opcode: str
+    operands: str
+
+    @property
+    def base(self) -> str:
+        return self.opcode.split(".")[0]
+
+    @property
+    def target(self) -> int | None:
+        """Where a branch goes."""
+        match = re.search(r"0x([0-9a-f]+)", self.operands) if self.base == "BRA" else None
+        return int(match[1], 16) if match else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel."""
+
+    name: str
+    registers: int
+    spills: int  # bytes of local memory
+    instructions: tuple[Instruction, ...]
+
+
+def find_tools() -> dict[str, str] | None:
+    """Paths of the tools by name, or None where one is missing."""
+    found = {}
+    nvcc = shutil.which("nvcc")
+    folders = [os.path.dirname(os.path.realpath(nvcc))] if nvcc else []
+    folders.append("/usr/local/cuda/bin")
+    for entry in sys.path:
+        folders += [str(p) for p in pathlib.Path(entry or ".").glob("nvidia/cu*/bin")]
+    for tool in TOOLS:
+        path = shutil.which(tool) or next(
+            (p for f in folders if (p := shutil.which(tool, path=f))), None
+        )
+        if path is None:
+            return None
+        found[tool] = path
+    return found
+
+
+def nvcc_version(tools: dict[str, str]) -> str:
+    text = subprocess.run([tools["nvcc"], "--version"], check=True, capture_output=True, text=True)
+    match = re.search(r"V(\d+\.\d+\.\d+)", text.stdout)
+    return match[1] if match else "unknown"
+
+
+def compile_kernels(
+    tools: dict[str, str], source: str, *, arch: str = "sm_100a", count: bool = True
+) -> dict[str, Kernel]:
+    """Kernels of csrc/ops/`source`_cuda.cu by mangled name.
+
+    Args:
+        tools: From find_tools.
+        source: The name of an op.
+        arch: The target.
+        count: Without the branches that only extreme tensors take, as the model counts; else as it
+            is built.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = os.path.join(folder, source + ".cubin")
+        command = [tools["nvcc"], "-std=c++17", "-I", str(ROOT / "csrc"), "--fmad=false"]
+        command += ["-arch=" + arch, "-cubin", "-o", cubin]
+        command += ["-DNVFP4_COUNT_INSTRUCTIONS"] if count else []
+        command += [str(ROOT / "csrc" / "ops" / (source + "_cuda.cu"))]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        return read_cubin(tools, cubin)
+
+
+def read_cubin(tools: dict[str, str], cubin: str) -> dict[str, Kernel]:
+    """Kernels of a file by mangled name."""
+    path = os.pathsep.join({os.path.dirname(p) for p in tools.values()})
+    environment = os.environ | {"PATH": path + os.pathsep + os.environ.get("PATH", "")}
+
+    def dump(option: str) -> list[str]:
+        command = [tools["cuobjdump"], option, cubin]
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, env=environment
+        ).stdout.splitlines()
+
+    usage: dict[str, tuple[int, int]] = {}
+    name = ""
+    for line in dump("-res-usage"):
+        if match := re.search(r"Function (\S+):", line):
+            name = match[1]
+        elif match := re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", line):
+            usage[name] = (int(match[1]), int(match[2]) + int(match[3]))
+    code: dict[str, list[Instruction]] = {}
+    for line in dump("-sass"):
+        if match := re.search(r"Function : (\S+)", line):
+            name = match[1]
+            code[name] = []
+        elif match := re.match(
+            r"\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", line
+        ):
+            code[name].append(
+                Instruction(int(match[1], 16), (match[2] or "").strip(), match[3], match[4].strip())
+            )
+    return {n: Kernel(n, *usage[n], tuple(i)) for n, i in code.items()}
+
+
+def tile_loop(kernel: Kernel) -> tuple[int, int]:
+    """First and last address of the loop over tiles, the longest."""
+    ends: dict[int, int] = {}
+    for i in kernel.instructions:
+        if i.target is not None and i.target < i.address:
+            ends[i.target] = max(i.address, ends.get(i.target, 0))
+    if not ends:
+        raise ValueError(f"{kernel.name}: no loop")
+    return max(ends.items(), key=lambda loop: loop[1] - loop[0])
+
+
+def _cold(instructions: list[Instruction]) -> set[int]:
+    """Addresses around calls: the slow path of a division, which a branch before jumps over."""
+    cold: set[int] = set()
+    for n, i in enumerate(instructions):
+        if i.base != "CALL":
+            continue
+        for before in reversed(instructions[max(0, n - 12) : n]):
+            if before.predicate and before.target is not None and before.target > i.address:
+                cold |= {
+                    x.address for x in instructions if before.address < x.address < before.target
+                }
+                break
+    return cold
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a kernel executes."""
+
+    case: Case
+    kernel: Kernel
+    per_element: float  # instructions, in the loop over tiles
+    opcodes: dict[str, float]  # likewise, by opcode without modifiers
+    once: int  # instructions outside of the loop
+    pipes: dict[str, float]  # clocks an element and SM, for each of the pipes
+
+    @property
+    def memory_clocks(self) -> float:
+        return self.case.bytes / B200.bytes_per_clock
+
+    @property
+    def allowed(self) -> float:
+        """Instructions an element that leave the memory as the bound."""
+        return self.memory_clocks * 32 * ISSUE_RATE
+
+    @property
+    def share(self) -> float:
+        """Of the bandwidth, as far as issuing instructions bounds it."""
+        return min(1.0, self.allowed / self.per_element)
+
+    @property
+    def busiest(self) -> str:
+        return max(self.pipes, key=lambda p: self.pipes[p])
+
+    @property
+    def share_of_pipes(self) -> float:
+        """Of the bandwidth, as far as issuing and the busiest pipe bound it."""
+        return min(self.share, self.memory_clocks / self.pipes[self.busiest])
+
+
+def measure(case: Case, kernels: dict[str, Kernel]) -> Result:
+    """Counts what `case`'s kernel executes."""
+    (kernel,) = (k for n, k in kernels.items() if case.kernel in n)
+    instructions = [i for i in kernel.instructions if i.base != "NOP"]
+    last_exit = max(i.address for i in instructions if i.base == "EXIT")
+    cold = _cold(instructions)
+    main = [i for i in instructions if i.address <= last_exit and i.address not in cold]
+    first, last = tile_loop(kernel)
+    loop = [i for i in main if first <= i.address <= last]
+    counts = collections.Counter(i.base for i in loop)
+    pipes = dict.fromkeys(("fma", "alu", "convert", "memory"), 0.0)
+    for op, n in counts.items():
+        if pipe := PIPE_OF.get(op):
+            shared = "fma" if pipe in ("fma2", "imad") else pipe
+            pipes[shared] += n / case.elements / 32 / PIPE_RATE[pipe]
+    return Result(
+        case,
+        kernel,
+        len(loop) / case.elements,
+        {op: n / case.elements for op, n in counts.most_common()},
+        len(main) - len(loop),
+        pipes,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", default="sm_100a", help="target of nvcc")
+    parser.add_argument("--opcodes", action="store_true", help="also the commonest instructions")
+    args = parser.parse_args()
+    tools = find_tools()
+    if tools is None:
+        sys.exit("sass_model: needs " + ", ".join(TOOLS))
+    version = nvcc_version(tools)
+    print(f"nvcc {version}, {args.arch}; {B200.name}: {B200.bytes_per_clock:.1f} bytes a clock, SM")
+    print(f"{'':46}{'regs':>5}{'spill':>6}{'once':>6}{'instr':>7}{'allowed':>8}{'share':>7}  pipes")
+    kernels: dict[str, dict[str, Kernel]] = {}
+    for case in CASES:
+        if case.source not in kernels:
+            kernels[case.source] = compile_kernels(tools, case.source, arch=args.arch)
+        result = measure(case, kernels[case.source])
+        kernel = result.kernel
+        print(
+            f"{case.name:46}{kernel.registers:5}{kernel.spills:6}{result.once:6}"
+            f"{result.per_element:7.2f}{result.allowed:8.2f}{result.share:7.0%}"
+            f"  {result.share_of_pipes:.0%} ({result.busiest})"
+        )
+        if args.opcodes:
+            common = list(result.opcodes.items())[:24]
+            print("    " + " ".join(f"{op} {n:.2f}" for op, n in common))
+
+
+if __name__ == "__main__":
+    main()
