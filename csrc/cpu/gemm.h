@@ -40,6 +40,15 @@ static inline const uint8_t* ScaleOf(const GemmMatrix& m, int64_t row, int64_t b
   return m.scales + ScaleOffset(row, block, m.tile_columns);
 }
 
+// Where a run of results goes, and what is added on the way; all from the first result on.
+struct GemmResult {
+  float alpha;
+  FloatType out, bias_type;
+  const void* bias;        // or null
+  const void* accumulate;  // or null; may be y itself
+  void* y;
+};
+
 struct GemmKernels {
   // Panels: `rows` rows of a (or fewer) by `columns` rows of b, which are columns of the result; a
   // multiple of `columns` is in 32 consecutive rows of a scale tile. Bytes of a packed block:
@@ -55,9 +64,11 @@ struct GemmKernels {
   // acc[rows][columns] += the blocks of two packed panels. acc and b are aligned to 64 bytes.
   void (*tile)(int64_t rows, int64_t blocks, const uint8_t* a, const uint8_t* b, float* acc);
 
-  // For few rows of a, where b is best read once and as it is. Null: not offered.
-  int64_t direct_rows;  // the most rows of a for which it is the faster way
-  // Up to kDirectRows rows, all blocks (four at least are written), kDirectBytes a row and block.
+  // n results of a row: y = alpha * acc + bias + accumulate, rounded after each step.
+  void (*finish)(const GemmResult& result, const float* acc, int64_t n);
+
+  // For up to kDirectRows rows of a, where b is best read as it is. Null: not offered.
+  // All blocks, in whole groups of four, kDirectBytes a row and block.
   void (*pack_direct)(const GemmMatrix& a, int64_t row, int64_t rows, uint8_t* out);
   // acc[rows][8] = for the eight rows of b that share 32 bytes of scales in tile `tile`: row i of
   // them is tile * 128 + 2 * pair + i / 4 + i % 4 * 32.
@@ -65,7 +76,7 @@ struct GemmKernels {
                  float* acc);
 };
 
-constexpr int64_t kDirectRows = 4;
+constexpr int64_t kDirectRows = 4;  // for more than one pass, packing b costs less
 constexpr int64_t kDirectBytes = 24;
 constexpr int64_t kMaxPanelRows = 8, kMaxPanelColumns = 32;
 constexpr int64_t kChunk = 128;  // blocks packed at once: panels of a then stay in the L1 cache,
@@ -74,8 +85,10 @@ constexpr int64_t kChunk = 128;  // blocks packed at once: panels of a then stay
 alignas(64) constexpr uint8_t kZeroCodes[kChunk * kBlock / 2] = {};
 
 extern const GemmKernels kPortableGemm;
+void FinishPortable(const GemmResult& result, const float* acc, int64_t n);
 #if defined(__x86_64__)
 extern const GemmKernels kAvx2Gemm, kAvxVnniGemm, kAvx512VnniGemm;
+void FinishAvx2(const GemmResult& result, const float* acc, int64_t n);
 void PackDirectAvx2(const GemmMatrix& a, int64_t row, int64_t rows, uint8_t* out);
 void DirectAvx2(int64_t rows, const uint8_t* a, const GemmMatrix& b, int64_t tile, int64_t pair,
                 float* acc);

@@ -8,7 +8,7 @@
 
 #include <cstring>
 
-#include "cpu/gemm.h"
+#include "cpu/gemm_x86.h"
 
 namespace nvfp4 {
 namespace {
@@ -56,21 +56,6 @@ Ints Join(__m128i low, __m128i high) {
 
 Ints TwiceTable() {
   return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kTwiceE2M1)));
-}
-
-// E4M3 codes in 32-bit lanes to float32, without ever holding a float32 subnormal.
-Floats ScalesOf(Ints codes) {
-  const Ints normal = _mm256_add_epi32(_mm256_slli_epi32(codes, 20), _mm256_set1_epi32(120 << 23));
-  const Floats subnormal = _mm256_mul_ps(_mm256_cvtepi32_ps(codes), _mm256_set1_ps(0x1p-9f));
-  const Ints is_subnormal = _mm256_cmpgt_epi32(_mm256_set1_epi32(8), codes);
-  return _mm256_blendv_ps(_mm256_castsi256_ps(normal), subnormal,
-                          _mm256_castsi256_ps(is_subnormal));
-}
-
-// Scales of block `block` of four in 32-bit lanes of four bytes.
-Floats ScalesOf(Ints four, int block) {
-  return ScalesOf(_mm256_and_si256(_mm256_srl_epi32(four, _mm_cvtsi32_si128(8 * block)),
-                                   _mm256_set1_epi32(0xFF)));
 }
 
 // Keeps the compiler from rearranging the sums of all rows into trees that do not fit the
@@ -148,7 +133,8 @@ void PackA(const GemmMatrix& a, int64_t row, int64_t rows, int64_t block, int64_
       alignas(16) uint16_t pair[kPairs];
       _mm_store_si128(reinterpret_cast<__m128i*>(pair), _mm_shuffle_epi8(table, in_pairs));
       for (int j = 0; j < kPairs; ++j) std::memcpy(to + 2 * (j * rows + r), &pair[j], 2);
-      const float scale = DecodeE4M3(*ScaleOf(a, row + r, block + b)) * (0.25f * 0x1p-16f);
+      const float scale =
+          DecodeE4M3(*ScaleOf(a, row + r, block + b)) * (0.25f * 0x1p-16f / kScaleUnit);
       std::memcpy(to + 16 * rows + 4 * r, &scale, sizeof scale);
     }
   }
@@ -197,29 +183,26 @@ void PackB(const GemmMatrix& m, int64_t row, int64_t block, int64_t blocks, uint
       if (b % 8 == 0)
         for (const uint8_t* r : rows)
           _mm_prefetch(reinterpret_cast<const char*>(r + b * (kBlock / 2) + ahead), _MM_HINT_T1);
-      Ints words[4], sum = _mm256_setzero_si256();
+      Ints words[4], sum = _mm256_setzero_si256();  // eight codes of at most 12 fit a byte
       TransposeWords(rows, b * (kBlock / 2), words);
       for (int j = 0; j < kPairs; ++j) {
         const Ints codes = _mm256_and_si256(
             j % 2 != 0 ? _mm256_srli_epi16(words[j / 2], 4) : words[j / 2], nibble);
         const Ints twice = _mm256_shuffle_epi8(table, codes);
         _mm256_store_si256(reinterpret_cast<Ints*>(to[b].pair[j][half]), twice);
-        sum = _mm256_sub_epi16(sum, _mm256_maddubs_epi16(offset, twice));
+        sum = _mm256_add_epi8(sum, twice);
       }
-      _mm256_store_si256(reinterpret_cast<Ints*>(to[b].start[half]), sum);
+      _mm256_store_si256(
+          reinterpret_cast<Ints*>(to[b].start[half]),
+          _mm256_sub_epi16(_mm256_setzero_si256(), _mm256_maddubs_epi16(offset, sum)));
     }
   }
-  // Scales: four blocks of a row are four bytes, 16 bytes from one row to the next. Rows past the
-  // last one have scales too, zeros.
   for (int64_t b = 0; b < blocks; b += kTileBlocks) {
-    const uint8_t* scales = ScaleOf(m, row, block + b);
     const int64_t n = blocks - b < kTileBlocks ? blocks - b : kTileBlocks;
-    for (int q = 0; q < 4; ++q) {
-      alignas(32) uint8_t four[32];
-      for (int i = 0; i < 8; ++i) std::memcpy(four + 4 * i, scales + 16 * (8 * q + i), 4);
-      const Ints loaded = LoadAligned(four);
-      for (int64_t i = 0; i < n; ++i)
-        _mm256_store_ps(to[b + i].scale + 8 * q, ScalesOf(loaded, static_cast<int>(i)));
+    for (int q = 0; q < kColumns; q += 8) {
+      Floats scale[kTileBlocks];
+      LoadScales(m, row + q, block + b, scale);
+      for (int64_t i = 0; i < n; ++i) _mm256_store_ps(to[b + i].scale + q, scale[i]);
     }
   }
 }
@@ -235,20 +218,49 @@ struct DirectGroup {
 };
 static_assert(sizeof(DirectGroup) == kTileBlocks * kDirectBytes);
 
+// Four blocks of a row of a, zero codes past the row's end, as twice their values: the codes in the
+// low nibbles and in the high ones; -12 times the sum of two neighbours in both; the scales.
+struct FourBlocks {
+  alignas(32) int8_t low[32], high[32];
+  alignas(32) int16_t start[16];
+  alignas(16) float scale[kTileBlocks];
+
+  FourBlocks(const GemmMatrix& a, int64_t row, int64_t block) {
+    const int64_t inside = (a.blocks - block) * (kBlock / 2);
+    const uint8_t* codes = CodesOf(a, row, block);
+    alignas(32) uint8_t copy[32] = {};
+    if (inside < 32) {
+      std::memcpy(copy, codes, inside);
+      codes = copy;
+    }
+    const Ints raw = LoadAny(codes), table = TwiceTable(), nibble = _mm256_set1_epi8(15);
+    const Ints even = _mm256_shuffle_epi8(table, _mm256_and_si256(raw, nibble));
+    const Ints odd =
+        _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(raw, 4), nibble));
+    const Ints sum = _mm256_maddubs_epi16(_mm256_set1_epi8(kTwiceMax), _mm256_add_epi8(even, odd));
+    _mm256_store_si256(reinterpret_cast<Ints*>(low), even);
+    _mm256_store_si256(reinterpret_cast<Ints*>(high), odd);
+    _mm256_store_si256(reinterpret_cast<Ints*>(start),
+                       _mm256_sub_epi16(_mm256_setzero_si256(), sum));
+    int32_t bytes;
+    std::memcpy(&bytes, ScaleOf(a, row, block), sizeof bytes);
+    const __m128i halves = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_cvtsi32_si128(bytes)), 7);
+    // b's scales are in kScaleUnit too; 1/4 for the doubled codes.
+    constexpr float kUnit = 0.25f / (kScaleUnit * kScaleUnit);
+    _mm_store_ps(scale, _mm_mul_ps(_mm_cvtph_ps(halves), _mm_set1_ps(kUnit)));
+  }
+};
+
 void PackDirectOne(const GemmMatrix& a, int64_t row, uint8_t* out) {
   for (int64_t first = 0; first < a.blocks; first += kTileBlocks, out += sizeof(DirectGroup)) {
-    DirectGroup group{};
-    for (int64_t i = 0; i < kTileBlocks && first + i < a.blocks; ++i) {
-      const uint8_t* codes = CodesOf(a, row, first + i);
-      int32_t sum = 0;
-      for (int k = 0; k < kBlock; ++k) {
-        const int8_t twice = kTwiceE2M1[codes[k / 2] >> k % 2 * 4 & 15];
-        int8_t* half = k % 2 != 0 ? group.odd : group.even;
-        half[8 * i + k / 2] = twice;
-        sum -= kTwiceMax * twice;
-      }
-      group.start[i] = sum;
-      group.scale[i] = DecodeE4M3(*ScaleOf(a, row, first + i)) * 0.25f;
+    const FourBlocks four(a, row, first);
+    DirectGroup group;
+    std::memcpy(group.even, four.low, sizeof group.even);
+    std::memcpy(group.odd, four.high, sizeof group.odd);
+    std::memcpy(group.scale, four.scale, sizeof group.scale);
+    for (int i = 0; i < kTileBlocks; ++i) {
+      const int16_t* start = four.start + 4 * i;
+      group.start[i] = start[0] + start[1] + start[2] + start[3];
     }
     std::memcpy(out, &group, sizeof group);
   }
@@ -279,6 +291,8 @@ class EightRows {
       if (block % 8 == 0)
         for (const uint8_t* row : rows_)
           _mm_prefetch(reinterpret_cast<const char*>(row + at + 4 * stride_), _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(scales_ + block / kTileBlocks * kTileBytes + 64),
+                   _MM_HINT_T1);
       f(rows_, at, LoadAny(scales_ + block / kTileBlocks * kTileBytes));
     }
     if (block < blocks_) {  // the last blocks: not past the end of a row
@@ -304,7 +318,7 @@ void DirectOne(const uint8_t* a, const EightRows& rows, float* out) {
              nibble = _mm256_set1_epi8(15);
   const Ints ones = _mm256_set1_epi16(1);
   Floats acc = _mm256_setzero_ps();
-  rows.ForEachGroup([&](const uint8_t* const* row, int64_t at, Ints scales) {
+  rows.ForEachGroup([&](const uint8_t* const* row, int64_t at, Ints four_scales) {
     const auto* x = reinterpret_cast<const DirectGroup*>(a);
     const Ints even = LoadAny(x->even), odd = LoadAny(x->odd);
     const auto sums = [&](int i) {  // two 32-bit sums a block
@@ -328,12 +342,13 @@ void DirectOne(const uint8_t* a, const EightRows& rows, float* out) {
     const Floats block[4] = {
         _mm256_permute2f128_ps(e0, e1, 0x20), _mm256_permute2f128_ps(o0, o1, 0x20),
         _mm256_permute2f128_ps(e0, e1, 0x31), _mm256_permute2f128_ps(o0, o1, 0x31)};
+    Floats scales[kTileBlocks];
+    DecodeScales(four_scales, scales);
 #pragma GCC unroll 4
     for (int b = 0; b < 4; ++b) {
       const Floats sum = _mm256_cvtepi32_ps(
           _mm256_add_epi32(_mm256_castps_si256(block[b]), Broadcast32(&x->start[b])));
-      acc = _mm256_fmadd_ps(
-          sum, _mm256_mul_ps(ScalesOf(scales, b), _mm256_broadcast_ss(&x->scale[b])), acc);
+      acc = _mm256_fmadd_ps(sum, _mm256_mul_ps(scales[b], _mm256_broadcast_ss(&x->scale[b])), acc);
     }
     a += sizeof(DirectGroup);
   });
@@ -343,23 +358,21 @@ void DirectOne(const uint8_t* a, const EightRows& rows, float* out) {
 // Two to four rows, one block: i8[4 groups][rows][4], i16 start[rows][2], float scale[rows].
 // Groups: low nibbles of bytes 0..3, of bytes 4..7, and the high ones.
 void PackDirectSome(const GemmMatrix& a, int64_t row, int64_t rows, uint8_t* out) {
-  for (int64_t b = 0; b < CeilDiv(a.blocks, kTileBlocks) * kTileBlocks;
-       ++b, out += kDirectBytes * rows) {
+  for (int64_t first = 0; first < a.blocks; first += kTileBlocks) {
     for (int64_t r = 0; r < rows; ++r) {
-      const bool inside = b < a.blocks;
-      const uint8_t* codes = inside ? CodesOf(a, row + r, b) : kZeroCodes;
-      int8_t group[4][4];
-      int16_t start[2] = {0, 0};
-      for (int k = 0; k < kBlock; ++k) {
-        const int8_t twice = kTwiceE2M1[codes[k / 2] >> k % 2 * 4 & 15];
-        group[k % 2 * 2 + k / 8][k / 2 % 4] = twice;
-        start[k / 2 % 4 / 2] = static_cast<int16_t>(start[k / 2 % 4 / 2] - kTwiceMax * twice);
+      const FourBlocks four(a, row + r, first);
+      uint8_t* to = out + 4 * r;
+      for (int b = 0; b < kTileBlocks; ++b, to += kDirectBytes * rows) {
+        for (int g = 0; g < 4; ++g)
+          std::memcpy(to + 4 * g * rows, (g < 2 ? four.low : four.high) + 8 * b + g % 2 * 4, 4);
+        const int16_t* sum = four.start + 4 * b;
+        const int16_t start[2] = {static_cast<int16_t>(sum[0] + sum[2]),
+                                  static_cast<int16_t>(sum[1] + sum[3])};
+        std::memcpy(to + 16 * rows, start, 4);
+        std::memcpy(to + 20 * rows, &four.scale[b], 4);
       }
-      for (int g = 0; g < 4; ++g) std::memcpy(out + 4 * (g * rows + r), group[g], 4);
-      std::memcpy(out + 16 * rows + 4 * r, start, 4);
-      const float scale = inside ? DecodeE4M3(*ScaleOf(a, row + r, b)) * 0.25f : 0.0f;
-      std::memcpy(out + 20 * rows + 4 * r, &scale, 4);
     }
+    out += kTileBlocks * kDirectBytes * rows;
   }
 }
 
@@ -379,7 +392,9 @@ void DirectSome(const uint8_t* a, const EightRows& rows, float* out) {
   const Ints ones = _mm256_set1_epi16(1);
   Floats acc[kHeight];
   for (int r = 0; r < kHeight; ++r) acc[r] = _mm256_setzero_ps();
-  rows.ForEachGroup([&](const uint8_t* const* row, int64_t at, Ints scales) {
+  rows.ForEachGroup([&](const uint8_t* const* row, int64_t at, Ints four_scales) {
+    Floats scales[kTileBlocks];
+    DecodeScales(four_scales, scales);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       Ints words[4];
@@ -392,14 +407,16 @@ void DirectSome(const uint8_t* a, const EightRows& rows, float* out) {
             _mm256_shuffle_epi8(table, _mm256_and_si256(d1, nibble)),
             _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(d0, 4), nibble)),
             _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(d1, 4), nibble))};
-        const Floats scale = ScalesOf(scales, 2 * half + b);
+        const Floats scale = scales[2 * half + b];
 #pragma GCC unroll 4
         for (int r = 0; r < kHeight; ++r) {
           Ints sum = Broadcast32(a + 16 * kHeight + 4 * r);
 #pragma GCC unroll 4
-          for (int g = 0; g < 4; ++g)
+          for (int g = 0; g < 4; ++g) {
             sum = _mm256_add_epi16(
                 sum, _mm256_maddubs_epi16(group[g], Broadcast32(a + 4 * (g * kHeight + r))));
+            Pin(sum);
+          }
           const Floats factor = _mm256_mul_ps(
               scale, _mm256_broadcast_ss(reinterpret_cast<const float*>(a + 20 * kHeight) + r));
           acc[r] =
@@ -412,7 +429,71 @@ void DirectSome(const uint8_t* a, const EightRows& rows, float* out) {
   for (int r = 0; r < kHeight; ++r) _mm256_store_ps(out + 8 * r, acc[r]);
 }
 
+// Eight values of a type.
+Floats LoadEight(FloatType type, const void* from) {
+  if (type == FloatType::kF32) return _mm256_loadu_ps(static_cast<const float*>(from));
+  const __m128i bits = _mm_loadu_si128(static_cast<const __m128i*>(from));
+  if (type == FloatType::kF16) return _mm256_cvtph_ps(bits);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
+void StoreEight(FloatType type, void* to, Floats y) {
+  if (type == FloatType::kF32) return _mm256_storeu_ps(static_cast<float*>(to), y);
+  __m128i bits;
+  if (type == FloatType::kF16) {
+    bits = _mm256_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  } else {  // as Bf16Of
+    const Ints u = _mm256_castps_si256(y), upper = _mm256_srli_epi32(u, 16);
+    const Ints even = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+    const Ints rounded = _mm256_srli_epi32(
+        _mm256_add_epi32(u, _mm256_add_epi32(even, _mm256_set1_epi32(0x7FFF))), 16);
+    const Ints quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+    const Ints is_nan = _mm256_castps_si256(_mm256_cmp_ps(y, y, _CMP_UNORD_Q));
+    const Ints word = _mm256_blendv_epi8(rounded, quiet, is_nan);
+    bits = _mm_packus_epi32(_mm256_castsi256_si128(word), _mm256_extracti128_si256(word, 1));
+  }
+  _mm_storeu_si128(static_cast<__m128i*>(to), bits);
+}
+
+template <FloatType kOut>
+void FinishAs(const GemmResult& result, const float* acc, int64_t n) {
+  constexpr int64_t kSize = kOut == FloatType::kF32 ? 4 : 2;
+  const int64_t bias_size = result.bias_type == FloatType::kF32 ? 4 : 2;
+  const auto* bias = static_cast<const uint8_t*>(result.bias);
+  const auto* accumulate = static_cast<const uint8_t*>(result.accumulate);
+  auto* y = static_cast<uint8_t*>(result.y);
+  const auto eight = [&](const float* from, const void* plus, const void* and_plus, void* to) {
+    Floats v = _mm256_mul_ps(_mm256_set1_ps(result.alpha), _mm256_loadu_ps(from));
+    if (plus != nullptr) v = _mm256_add_ps(v, LoadEight(result.bias_type, plus));
+    if (and_plus != nullptr) v = _mm256_add_ps(v, LoadEight(kOut, and_plus));
+    StoreEight(kOut, to, v);
+  };
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    eight(acc + i, bias != nullptr ? bias + i * bias_size : nullptr,
+          accumulate != nullptr ? accumulate + i * kSize : nullptr, y + i * kSize);
+  if (i == n) return;
+  const int64_t rest = n - i;
+  float from[8] = {}, plus[8] = {}, and_plus[8] = {}, to[8];
+  std::memcpy(from, acc + i, rest * 4);
+  if (bias != nullptr) std::memcpy(plus, bias + i * bias_size, rest * bias_size);
+  if (accumulate != nullptr) std::memcpy(and_plus, accumulate + i * kSize, rest * kSize);
+  eight(from, bias != nullptr ? plus : nullptr, accumulate != nullptr ? and_plus : nullptr, to);
+  std::memcpy(y + i * kSize, to, rest * kSize);
+}
+
 }  // namespace
+
+void FinishAvx2(const GemmResult& result, const float* acc, int64_t n) {
+  switch (result.out) {
+    case FloatType::kF32:
+      return FinishAs<FloatType::kF32>(result, acc, n);
+    case FloatType::kBf16:
+      return FinishAs<FloatType::kBf16>(result, acc, n);
+    case FloatType::kF16:
+      return FinishAs<FloatType::kF16>(result, acc, n);
+  }
+}
 
 void PackDirectAvx2(const GemmMatrix& a, int64_t row, int64_t rows, uint8_t* out) {
   if (rows == 1) {
@@ -437,7 +518,7 @@ void DirectAvx2(int64_t rows, const uint8_t* a, const GemmMatrix& b, int64_t til
   }
 }
 
-const GemmKernels kAvx2Gemm{kRows, kColumns, kABytes, sizeof(BBlock), PackA,
-                            PackB, Tile,     16,      PackDirectAvx2, DirectAvx2};
+const GemmKernels kAvx2Gemm{kRows, kColumns, kABytes,    sizeof(BBlock), PackA,
+                            PackB, Tile,     FinishAvx2, PackDirectAvx2, DirectAvx2};
 
 }  // namespace nvfp4

@@ -76,7 +76,7 @@ struct Isa {
 
 namespace nvfp4 {
 
-const GemmKernels kAvx512VnniGemm{kRows, kColumns, kABytes, kBBytes,        PackA,
-                                  PackB, Tile,     16,      PackDirectAvx2, DirectAvx2};
+const GemmKernels kAvx512VnniGemm{kRows, kColumns, kABytes,    kBBytes,        PackA,
+                                  PackB, Tile,     FinishAvx2, PackDirectAvx2, DirectAvx2};
 
 }  // namespace nvfp4

@@ -42,7 +42,7 @@ struct Isa {
 
 namespace nvfp4 {
 
-const GemmKernels kAvxVnniGemm{kRows, kColumns, kABytes, kBBytes,        PackA,
-                               PackB, Tile,     16,      PackDirectAvx2, DirectAvx2};
+const GemmKernels kAvxVnniGemm{kRows, kColumns, kABytes,    kBBytes,        PackA,
+                               PackB, Tile,     FinishAvx2, PackDirectAvx2, DirectAvx2};
 
 }  // namespace nvfp4

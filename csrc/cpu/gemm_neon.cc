@@ -92,7 +92,7 @@ void PackB(const GemmMatrix& m, int64_t row, int64_t block, int64_t blocks, uint
 
 }  // namespace
 
-const GemmKernels kNeonGemm{kRows, kColumns, kABytes, kBBytes, PackA,
-                            PackB, Tile,     0,       nullptr, nullptr};
+const GemmKernels kNeonGemm{kRows, kColumns, kABytes,        kBBytes, PackA,
+                            PackB, Tile,     FinishPortable, nullptr, nullptr};
 
 }  // namespace nvfp4

@@ -2,6 +2,7 @@
 // of every other table.
 #include <cstring>
 
+#include "core/half.h"
 #include "cpu/gemm.h"
 
 namespace nvfp4 {
@@ -60,9 +61,44 @@ void Tile(int64_t rows, int64_t blocks, const uint8_t* a, const uint8_t* b, floa
   }
 }
 
+float Load(FloatType type, const void* from, int64_t i) {
+  switch (type) {
+    case FloatType::kF32:
+      return static_cast<const float*>(from)[i];
+    case FloatType::kBf16:
+      return FloatOfBf16(static_cast<const uint16_t*>(from)[i]);
+    case FloatType::kF16:
+      return FloatOfF16(static_cast<const uint16_t*>(from)[i]);
+  }
+  return 0.0f;
+}
+
+void Store(FloatType type, void* to, int64_t i, float y) {
+  switch (type) {
+    case FloatType::kF32:
+      static_cast<float*>(to)[i] = y;
+      break;
+    case FloatType::kBf16:
+      static_cast<uint16_t*>(to)[i] = Bf16Of(y);
+      break;
+    case FloatType::kF16:
+      static_cast<uint16_t*>(to)[i] = F16Of(y);
+      break;
+  }
+}
+
 }  // namespace
 
-const GemmKernels kPortableGemm{kRows, kColumns, sizeof(ABlock), sizeof(BBlock), PackA, PackB,
-                                Tile,  0,        nullptr,        nullptr};
+void FinishPortable(const GemmResult& result, const float* acc, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    float y = result.alpha * acc[i];
+    if (result.bias != nullptr) y += Load(result.bias_type, result.bias, i);
+    if (result.accumulate != nullptr) y += Load(result.out, result.accumulate, i);
+    Store(result.out, result.y, i, y);
+  }
+}
+
+const GemmKernels kPortableGemm{kRows, kColumns, sizeof(ABlock), sizeof(BBlock), PackA,
+                                PackB, Tile,     FinishPortable, nullptr,        nullptr};
 
 }  // namespace nvfp4

@@ -11,7 +11,7 @@
 
 #include <cstring>
 
-#include "cpu/gemm.h"
+#include "cpu/gemm_x86.h"
 
 namespace nvfp4 {
 namespace {
@@ -101,9 +101,14 @@ void PackB(const GemmMatrix& m, int64_t row, int64_t block, int64_t blocks, uint
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 4 * (kColumns * g + first)),
                             _mm256_shuffle_epi8(table, codes));
       }
-      auto* scales = reinterpret_cast<float*>(to + kBlock * kColumns) + first;
-      // Rows past the last one have scales too, zeros.
-      for (int i = 0; i < 8; ++i) scales[i] = DecodeE4M3(*ScaleOf(m, row + first + i, block + b));
+    }
+    for (int64_t b = 0; b < blocks; b += kTileBlocks) {
+      __m256 scale[kTileBlocks];
+      LoadScales(m, row + first, block + b, scale);
+      for (int64_t i = 0; i < kTileBlocks && b + i < blocks; ++i)
+        _mm256_storeu_ps(
+            reinterpret_cast<float*>(out + kBBytes * (b + i) + kBlock * kColumns) + first,
+            scale[i]);
     }
   }
 }
@@ -122,7 +127,7 @@ void PackA(const GemmMatrix& a, int64_t row, int64_t rows, int64_t block, int64_
       }
       for (int g = 0; g < kGroups; ++g) std::memcpy(out + 4 * (g * rows + r), group[g], 4);
       std::memcpy(out + 16 * rows + 4 * r, &start, 4);
-      const float scale = DecodeE4M3(*ScaleOf(a, row + r, block + b)) * 0.25f;
+      const float scale = DecodeE4M3(*ScaleOf(a, row + r, block + b)) * (0.25f / kScaleUnit);
       std::memcpy(out + 20 * rows + 4 * r, &scale, 4);
     }
   }

@@ -3,10 +3,10 @@
 //
 // A task owns its part of the result over all of K, so that no bit depends on the threads.
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <memory>
 
-#include "core/half.h"
 #include "cpu/gemm.h"
 #include "cpu/isa.h"
 #include "ops/matmul.h"
@@ -15,7 +15,9 @@ namespace nvfp4 {
 namespace {
 
 constexpr int64_t kTaskColumns = 128;  // of the result
-constexpr int64_t kPackRows = 1024;    // rows of a packed at once
+// Rows of a packed at once: as many as fit, but for the longest rows so many that packing b, which
+// is done again for each such piece, stays a small part.
+constexpr int64_t kPackRows = 1024, kMinPackRows = 48, kPackBytes = 32 << 20;
 
 const GemmKernels& CurrentGemmKernels() {
   switch (CurrentIsa()) {
@@ -44,6 +46,9 @@ struct ScaledProduct : MatmulProduct {
   }
   float factor = 1.0f;
 };
+
+// Products of two codes that take about 10 microseconds: less is not worth handing out.
+constexpr double kTaskWork = 1 << 20;
 
 class SerialParallel final : public Parallel {
  public:
@@ -79,47 +84,17 @@ T* Scratch(Slot slot, int64_t count) {
   return static_cast<T*>(buffer.memory.get());
 }
 
-float Load(FloatType type, const void* from, int64_t i) {
-  switch (type) {
-    case FloatType::kF32:
-      return static_cast<const float*>(from)[i];
-    case FloatType::kBf16:
-      return FloatOfBf16(static_cast<const uint16_t*>(from)[i]);
-    case FloatType::kF16:
-      return FloatOfF16(static_cast<const uint16_t*>(from)[i]);
-  }
-  return 0.0f;
-}
-
 // n results of a row from (row, column) on.
-void Finish(const MatmulShape& shape, const ScaledProduct& p, int64_t row, int64_t column,
-            int64_t n, const float* acc) {
-  if (shape.out == FloatType::kF32 && p.bias == nullptr && p.accumulate == nullptr) {
-    float* to = static_cast<float*>(p.y) + row * shape.n + column;
-    for (int64_t i = 0; i < n; ++i) to[i] = p.factor * acc[i];
-    return;
-  }
-  constexpr int64_t kPiece = 128;
-  float y[kPiece];
-  for (int64_t first = 0; first < n; first += kPiece) {
-    const int64_t count = std::min(kPiece, n - first), at = row * shape.n + column + first;
-    for (int64_t i = 0; i < count; ++i) y[i] = p.factor * acc[first + i];
-    if (p.bias != nullptr)
-      for (int64_t i = 0; i < count; ++i) y[i] += Load(shape.bias, p.bias, column + first + i);
-    if (p.accumulate != nullptr)
-      for (int64_t i = 0; i < count; ++i) y[i] += Load(shape.out, p.accumulate, at + i);
-    switch (shape.out) {
-      case FloatType::kF32:
-        std::copy(y, y + count, static_cast<float*>(p.y) + at);
-        break;
-      case FloatType::kBf16:
-        for (int64_t i = 0; i < count; ++i) static_cast<uint16_t*>(p.y)[at + i] = Bf16Of(y[i]);
-        break;
-      case FloatType::kF16:
-        for (int64_t i = 0; i < count; ++i) static_cast<uint16_t*>(p.y)[at + i] = F16Of(y[i]);
-        break;
-    }
-  }
+void Finish(const GemmKernels& kernels, const MatmulShape& shape, const ScaledProduct& p,
+            int64_t row, int64_t column, int64_t n, const float* acc) {
+  const auto from = [](const void* base, FloatType type, int64_t i) {
+    return base != nullptr ? static_cast<const uint8_t*>(base) + i * SizeOf(type) : nullptr;
+  };
+  const int64_t at = row * shape.n + column;
+  kernels.finish(GemmResult{p.factor, shape.out, shape.bias, from(p.bias, shape.bias, column),
+                            from(p.accumulate, shape.out, at),
+                            static_cast<uint8_t*>(p.y) + at * SizeOf(shape.out)},
+                 acc, n);
 }
 
 GemmMatrix MatrixOf(const MatmulOperand& operand, int64_t rows, int64_t k) {
@@ -134,35 +109,44 @@ void Direct(const GemmKernels& kernels, const MatmulShape& shape, const ScaledPr
   // Packed in whole groups of four blocks.
   const int64_t row_bytes = CeilDiv(a.blocks, kTileBlocks) * kTileBlocks * kDirectBytes;
   uint8_t* packed = Scratch<uint8_t>(kPackedA, shape.m * row_bytes);
-  for (int64_t row = 0; row < shape.m; row += kDirectRows)
-    kernels.pack_direct(a, row, std::min(kDirectRows, shape.m - row), packed + row * row_bytes);
+  kernels.pack_direct(a, 0, shape.m, packed);
   constexpr int64_t kPairs = 16, kGroups = 4;  // of a tile: 2 rows in each of 4 groups of 32
   parallel.Run(CeilDiv(shape.n, kTileRows), [&](int64_t tile) {
     const int64_t column = tile * kTileRows,
                   columns = std::min<int64_t>(kTileRows, shape.n - column);
-    float* acc = Scratch<float>(kAccumulator, shape.m * kTileRows);
+    float acc[kDirectRows][kTileRows];
     for (int64_t pair = 0; pair < kPairs && 2 * pair < columns; ++pair) {
-      for (int64_t row = 0; row < shape.m; row += kDirectRows) {
-        const int64_t rows = std::min(kDirectRows, shape.m - row);
-        alignas(32) float sums[kDirectRows * 8];
-        kernels.direct(rows, packed + row * row_bytes, b, tile, pair, sums);
-        for (int64_t r = 0; r < rows; ++r)
-          for (int64_t i = 0; i < 8; ++i)
-            acc[(row + r) * kTileRows + 2 * pair + i / kGroups + i % kGroups * 32] =
-                sums[r * 8 + i];
-      }
+      alignas(32) float sums[kDirectRows * 8];
+      kernels.direct(shape.m, packed, b, tile, pair, sums);
+      for (int64_t r = 0; r < shape.m; ++r)
+        for (int64_t i = 0; i < 8; ++i)
+          acc[r][2 * pair + i / kGroups + i % kGroups * 32] = sums[r * 8 + i];
     }
     for (int64_t row = 0; row < shape.m; ++row)
-      Finish(shape, p, row, column, columns, acc + row * kTileRows);
+      Finish(kernels, shape, p, row, column, columns, acc[row]);
   });
+}
+
+// In how many parts to share out the rows: where columns alone do not keep all threads busy,
+// packing b once more for each part, which costs about as much as one more panel of a, pays.
+int64_t RowTasks(int64_t column_tasks, int64_t panels, int64_t threads) {
+  constexpr int64_t kLeastPanels = 4;
+  int64_t best = 1, least = INT64_MAX;
+  for (int64_t parts = 1; parts <= std::min(2 * threads, CeilDiv(panels, kLeastPanels)); ++parts) {
+    const int64_t time = CeilDiv(column_tasks * parts, threads) * (CeilDiv(panels, parts) + 1);
+    if (time < least) best = parts, least = time;
+  }
+  return best;
 }
 
 void Tiled(const GemmKernels& kernels, const MatmulShape& shape, const ScaledProduct& p,
            const Parallel& parallel) {
   const GemmMatrix a = MatrixOf(p.a, shape.m, shape.k), b = MatrixOf(p.b, shape.n, shape.k);
   const int64_t blocks = a.blocks;
-  for (int64_t row0 = 0; row0 < shape.m; row0 += kPackRows) {
-    const int64_t rows = std::min(kPackRows, shape.m - row0), panels = CeilDiv(rows, kernels.rows);
+  const int64_t pack_rows =
+      std::clamp(kPackBytes / (blocks * kernels.a_bytes), kMinPackRows, kPackRows);
+  for (int64_t row0 = 0; row0 < shape.m; row0 += pack_rows) {
+    const int64_t rows = std::min(pack_rows, shape.m - row0), panels = CeilDiv(rows, kernels.rows);
     // Panels of even heights: no thin last one.
     const auto first = [&](int64_t panel) { return panel * rows / panels; };
     uint8_t* packed_a = Scratch<uint8_t>(kPackedA, rows * blocks * kernels.a_bytes);
@@ -180,9 +164,7 @@ void Tiled(const GemmKernels& kernels, const MatmulShape& shape, const ScaledPro
     });
 
     const int64_t column_tasks = CeilDiv(shape.n, kTaskColumns);
-    // Few columns: share the rows out too, and pack b more than once.
-    const int64_t wanted = parallel.threads() > 1 ? 3 * parallel.threads() : 1;
-    const int64_t row_tasks = std::clamp<int64_t>(wanted / column_tasks, 1, CeilDiv(panels, 8));
+    const int64_t row_tasks = RowTasks(column_tasks, panels, parallel.threads());
     parallel.Run(column_tasks * row_tasks, [&](int64_t task) {
       const int64_t column = task / row_tasks * kTaskColumns,
                     columns = std::min(kTaskColumns, shape.n - column);
@@ -214,7 +196,7 @@ void Tiled(const GemmKernels& kernels, const MatmulShape& shape, const ScaledPro
             if (!last) continue;
             const int64_t at = column + j * width;
             for (int64_t r = 0; r < height; ++r)
-              Finish(shape, p, row0 + first(panel) + r, at, std::min(width, shape.n - at),
+              Finish(kernels, shape, p, row0 + first(panel) + r, at, std::min(width, shape.n - at),
                      acc + r * width);
           }
         }
@@ -229,9 +211,9 @@ void Multiply(const GemmKernels& kernels, const MatmulShape& shape, const Scaled
     parallel.Run(shape.m, [&](int64_t row) {
       constexpr float kZeros[kTaskColumns] = {};
       for (int64_t column = 0; column < shape.n; column += kTaskColumns)
-        Finish(shape, p, row, column, std::min(kTaskColumns, shape.n - column), kZeros);
+        Finish(kernels, shape, p, row, column, std::min(kTaskColumns, shape.n - column), kZeros);
     });
-  } else if (kernels.direct != nullptr && shape.m <= kernels.direct_rows) {
+  } else if (kernels.direct != nullptr && shape.m <= kDirectRows && shape.n >= kTileRows) {
     Direct(kernels, shape, p, parallel);
   } else {
     Tiled(kernels, shape, p, parallel);
@@ -249,9 +231,14 @@ void MatmulWith(const GemmKernels& kernels, const MatmulShape& shape, const Matm
                 int64_t count, const Parallel& parallel) {
   if (shape.m == 0 || shape.n == 0) return;
   const FloatEnvironment environment;
-  if (count >= 2 * parallel.threads()) {
-    parallel.Run(count, [&](int64_t i) {
-      Multiply(kernels, shape, ScaledProduct(products[i]), SerialParallel());
+  const SerialParallel serial;
+  const double work = static_cast<double>(count) * shape.m * shape.n * (shape.k + kBlock);
+  const auto tasks = static_cast<int64_t>(
+      std::clamp(work / kTaskWork, 1.0, static_cast<double>(std::max<int64_t>(count, 1))));
+  if (tasks == 1 || count >= 2 * parallel.threads()) {
+    parallel.Run(tasks, [&](int64_t task) {
+      for (int64_t i = task * count / tasks; i < (task + 1) * count / tasks; ++i)
+        Multiply(kernels, shape, ScaledProduct(products[i]), serial);
     });
   } else {
     for (int64_t i = 0; i < count; ++i)
