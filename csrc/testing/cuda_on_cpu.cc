@@ -149,7 +149,11 @@ class Fiber {
   Fiber() = default;
   Fiber(const Fiber&) = delete;
   ~Fiber() {
-    if (stack_ != nullptr) munmap(stack_, kStack);
+    if (stack_ == nullptr) return;
+    munmap(stack_, kStack);
+#if defined(CUDA_ON_CPU_THREAD_SANITIZER)
+    __tsan_destroy_fiber(sanitizer_);
+#endif
   }
 
   // `entry` is to begin with Arrived, and to end with SwitchTo(.., true).
@@ -159,10 +163,10 @@ class Fiber {
       if (stack_ == MAP_FAILED) Fail("out of memory for stacks");
       mprotect(stack_, kPage, PROT_NONE);
       low_ = static_cast<uint8_t*>(stack_) + kPage;
-    }
 #if defined(CUDA_ON_CPU_THREAD_SANITIZER)
-    sanitizer_ = __tsan_create_fiber(0);
+      sanitizer_ = __tsan_create_fiber(0);  // once, as it takes long
 #endif
+    }
 #if defined(__x86_64__)
     auto* top = reinterpret_cast<void**>(static_cast<uint8_t*>(stack_) + kStack);
     *--top = nullptr;  // a return address: the ABI has entry see a stack that is 8 off 16
@@ -199,12 +203,6 @@ class Fiber {
     size_t size = 0;
     __sanitizer_finish_switch_fiber(fake, &low, &size);
     if (from.stack_ == nullptr) from.low_ = low, from.size_ = size;
-#endif
-  }
-
-  void End() {
-#if defined(CUDA_ON_CPU_THREAD_SANITIZER)
-    __tsan_destroy_fiber(sanitizer_);
 #endif
   }
 
@@ -306,7 +304,6 @@ class Scheduler {
       }
       if (!progress) Fail(Deadlock());
     }
-    for (unsigned t = 0; t < size_; ++t) threads_[t]->fiber.End();
     Acquire(&end_);
   }
 

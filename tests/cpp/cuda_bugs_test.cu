@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) Kernel(Args args) {
   } else if (args.bug == Bug::uninitialised_dynamic_shared) {
     if (t != 7) shared.row[t] = x;
   } else {
-    shared.row[args.bug == Bug::shared_write_past_end ? t + (t == 95 ? 2 * kThreads - 95 : 0) : t] =
+    shared.row[args.bug == Bug::shared_write_past_end ? t + (t == 0 ? 6 * args.shift : 0) : t] =
         x;
   }
   if (args.bug == Bug::two_writers) shared.row[t / 2] = 1.0f;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads) Kernel(Args args) {
   }
   const int from = (t + kThreads - 1) % kThreads;
   shared.left[t] =
-      shared.row[args.bug == Bug::shared_read_past_end && t == 9 ? 2 * kThreads : from];
+      shared.row[args.bug == Bug::shared_read_past_end && t == 9 ? 6 * args.shift : from];
 
   // Sum of the warp.
   float sum = x;
