@@ -60,6 +60,7 @@ NVFP4_DEVICE T& DynamicShared() {
 
 // The same value in all lanes, told to the compiler: it can then live in a uniform register.
 NVFP4_DEVICE uint32_t Uniform(uint32_t x) { return __reduce_max_sync(0xFFFFFFFFu, x); }
+NVFP4_DEVICE float Uniform(float x) { return FloatOf(Uniform(BitsOf(x))); }
 
 // ---- Pairs of float32
 
@@ -226,31 +227,17 @@ NVFP4_DEVICE float ThroughBf16(float x) {
 #endif
 }
 
-// Block scales of non-negative numbers, in bytes 0 and 1; the clamp at 448 is part of it.
-NVFP4_DEVICE uint32_t EncodeE4M3Pair(float first, float second) {
+// The block scale of a number that is not negative, in byte 0; the clamp at 448 is part of it.
+NVFP4_DEVICE uint32_t EncodeScale(float x) {
 #if NVFP4_ON_DEVICE
   uint32_t d;
   asm("{\n .reg .b16 h, z;\n cvt.rn.satfinite.e4m3x2.f32 h, %2, %1;\n mov.b16 z, 0;\n"
       " mov.b32 %0, {h, z};\n}"
       : "=r"(d)
-      : "f"(first), "f"(second));
+      : "f"(x), "f"(0.0f));
   return d;
 #else
-  return EncodeE4M3(first) | static_cast<uint32_t>(EncodeE4M3(second)) << 8;
-#endif
-}
-
-// Four of them, in bytes 0 to 3.
-NVFP4_DEVICE uint32_t EncodeE4M3Quad(const float (&x)[4]) {
-#if NVFP4_ON_DEVICE
-  uint32_t d;
-  asm("{\n .reg .b16 l, h;\n cvt.rn.satfinite.e4m3x2.f32 l, %2, %1;\n"
-      " cvt.rn.satfinite.e4m3x2.f32 h, %4, %3;\n mov.b32 %0, {l, h};\n}"
-      : "=r"(d)
-      : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
-  return d;
-#else
-  return EncodeE4M3Pair(x[0], x[1]) | EncodeE4M3Pair(x[2], x[3]) << 16;
+  return EncodeE4M3(x);
 #endif
 }
 

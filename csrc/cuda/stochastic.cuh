@@ -9,9 +9,15 @@ namespace nvfp4 {
 
 constexpr uint32_t kF16Six = 0x0E000E00u;  // twice float16 of 6 * 2^-14
 
-// (mask & a) | (~mask & b)
+// (a & mask) | (b & ~mask), in one instruction.
 NVFP4_DEVICE uint32_t Select(uint32_t mask, uint32_t a, uint32_t b) {
+#if NVFP4_ON_DEVICE
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xB8;" : "=r"(d) : "r"(b), "r"(mask), "r"(a));
+  return d;
+#else
   return (a & mask) | (b & ~mask);
+#endif
 }
 
 // Codes of eight elements from sums h + u: two elements a word, each a half `s000cccf ffffffff` of
@@ -29,16 +35,63 @@ NVFP4_DEVICE uint32_t PackSums(const uint32_t (&sum)[4]) {
   return Select(0x77777777u, codes, Select(0x08080808u, rotated, odd));
 }
 
+// core/philox.h, and the words of a block's random bits.
+struct RandomBits {
+  uint32_t key[2];
+
+  // a * b, both halves.
+  static NVFP4_DEVICE void MultiplyWide(uint32_t a, uint32_t b, uint32_t& low, uint32_t& high) {
+#if NVFP4_ON_DEVICE
+    asm("{\n .reg .b64 p;\n mul.wide.u32 p, %2, %3;\n mov.b64 {%0, %1}, p;\n}"
+        : "=r"(low), "=r"(high)
+        : "r"(a), "r"(b));
+#else
+    const uint64_t p = static_cast<uint64_t>(a) * b;
+    low = static_cast<uint32_t>(p);
+    high = static_cast<uint32_t>(p >> 32);
+#endif
+  }
+
+  NVFP4_DEVICE Philox At(uint32_t row_low, uint32_t row_high, uint32_t block,
+                         uint32_t stream) const {
+    constexpr uint32_t kMultiplier0 = 0xD2511F53u, kMultiplier1 = 0xCD9E8D57u;
+    constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;
+    uint32_t c[4] = {block, row_low, row_high, stream};
+#pragma unroll
+    for (uint32_t round = 0; round < 10u; ++round) {
+      uint32_t low0, high0, low1, high1;
+      MultiplyWide(c[0], kMultiplier0, low0, high0);
+      MultiplyWide(c[2], kMultiplier1, low1, high1);
+      c[0] = high1 ^ c[1] ^ (key[0] + round * kWeyl0);
+      c[2] = high0 ^ c[3] ^ (key[1] + round * kWeyl1);
+      c[1] = low1;
+      c[3] = low0;
+    }
+    return Philox{{c[0], c[1], c[2], c[3]}};
+  }
+};
+
+// sum + (x >> 7) in one instruction
+NVFP4_DEVICE uint32_t AddShifted(uint32_t sum, uint32_t x) {
+#if NVFP4_ON_DEVICE
+  uint32_t d;
+  asm("mad.hi.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(x), "r"(1u << (32 - 7)), "r"(sum));
+  return d;
+#else
+  return sum + (x >> 7);
+#endif
+}
+
 // The codes of 16 values, of which y holds 2^-14 times each, not yet clamped.
 NVFP4_DEVICE uint2 EncodeStochastic(const float (&y)[16], const Philox& random) {
-  constexpr uint32_t kLow = 0x01FF01FFu, kShift = 7;  // core/stochastic.h ElementRandom
+  constexpr uint32_t kLow = 0x01FF01FFu;  // core/stochastic.h ElementRandom
   uint32_t sum[8];
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
     const uint32_t h0 = ClampF16Pair(F16PairOf(y[4 * w], y[4 * w + 1]), kF16Six);
     const uint32_t h1 = ClampF16Pair(F16PairOf(y[4 * w + 2], y[4 * w + 3]), kF16Six);
     sum[2 * w] = h0 + (random.word[w] & kLow);
-    sum[2 * w + 1] = h1 + ((random.word[w] & kLow << kShift) >> kShift);
+    sum[2 * w + 1] = AddShifted(h1, random.word[w] & kLow << 7);
   }
   return make_uint2(PackSums({sum[0], sum[1], sum[2], sum[3]}),
                     PackSums({sum[4], sum[5], sum[6], sum[7]}));

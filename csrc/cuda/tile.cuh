@@ -20,6 +20,25 @@ constexpr int kThreadRows = 4;
 constexpr int kThreadColumns = 4;
 constexpr int64_t kMaxGridAxis = 65535;  // y and z
 
+// Division by a number that the host knows, of numbers below 2^31, without a division.
+class Divider {
+ public:
+  explicit Divider(int64_t divisor) : divisor_(divisor < 1 ? 1 : static_cast<uint32_t>(divisor)) {
+    while ((uint64_t{1} << shift_) < divisor_) ++shift_;
+    multiplier_ = static_cast<uint32_t>(
+        ((uint64_t{1} << shift_) - divisor_) * (uint64_t{1} << 32) / divisor_ + 1);
+  }
+  NVFP4_DEVICE uint32_t Quotient(uint32_t n) const {
+    return (__umulhi(n, multiplier_) + n) >> shift_;
+  }
+  NVFP4_DEVICE uint32_t Remainder(uint32_t n, uint32_t quotient) const {
+    return n - quotient * divisor_;
+  }
+
+ private:
+  uint32_t divisor_, multiplier_ = 0, shift_ = 0;
+};
+
 struct BlockPlace {
   int row, block;
 };
@@ -44,19 +63,6 @@ NVFP4_DEVICE float MaxOfSquare(float amax, int lane_bit) {
   return amax;
 }
 constexpr int kSquareAlongRows = 8, kSquareAlongColumns = 4;
-
-// A matrix [rows, k] in memory.
-struct DeviceMatrix {
-  const uint8_t* x;
-  int64_t rows, k;
-  bool aligned;  // every row to 16 bytes
-};
-
-// The matrix at `index` of those at x, which is aligned to 16 bytes.
-template <int kSize>
-NVFP4_DEVICE DeviceMatrix MatrixAt(const void* x, int64_t index, int64_t rows, int64_t k) {
-  return {static_cast<const uint8_t*>(x) + index * rows * k * kSize, rows, k, k * kSize % 16 == 0};
-}
 
 template <FloatType kType>
 struct Tile {
@@ -98,34 +104,28 @@ struct Tile {
     return b;
   }
 
-  // This thread's blocks of the tile at (row, column); what is not in the matrix is zero.
-  static NVFP4_DEVICE void Load(const DeviceMatrix& matrix, int64_t row, int64_t column,
-                                RowBlock (&blocks)[kThreadRows]) {
-    const BlockPlace at = RowPlace(0);
-    row += at.row;
-    column += at.block * kBlock;
-    const int64_t step = RowPlace(1).row - at.row;
-    const uint8_t* from = matrix.x + (row * matrix.k + column) * kSize;
-    const int64_t n = matrix.k - column;
-    if (matrix.aligned && n >= kBlock && row + (kThreadRows - 1) * step < matrix.rows) {
+  // Four blocks of which the first begins `rows` rows before the end of the matrix and `columns`
+  // before the end of its row; what is not in the matrix is zero. `aligned`: rows are, to 16 bytes.
+  static NVFP4_DEVICE void Load(const uint8_t* from, int64_t step, int64_t rows, int64_t columns,
+                                bool aligned, RowBlock (&blocks)[kThreadRows]) {
+    const int row_step = RowPlace(1).row - RowPlace(0).row;
+    if (aligned && columns >= kBlock && rows > (kThreadRows - 1) * row_step) {
 #pragma unroll
-      for (int i = 0; i < kThreadRows; ++i)
-        blocks[i] = Load<16>(from + i * step * matrix.k * kSize);
+      for (int i = 0; i < kThreadRows; ++i, from += step) blocks[i] = Load<16>(from);
       return;
     }
 #pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) {
+    for (int i = 0; i < kThreadRows; ++i, from += step) {
       blocks[i] = {};
-      if (row + i * step >= matrix.rows) continue;
-      const uint8_t* elements = from + i * step * matrix.k * kSize;
+      if (i * row_step >= rows) continue;
 #pragma unroll
       for (int j = 0; j < kBlock; ++j) {
-        if (j >= n) continue;
+        if (j >= columns) continue;
         if constexpr (kHalves)
-          blocks[i].w[j / 2] |=
-              static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(elements)[j]) << j % 2 * 16;
+          blocks[i].w[j / 2] |= static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(from)[j])
+                                << j % 2 * 16;
         else
-          blocks[i].w[j] = reinterpret_cast<const uint32_t*>(elements)[j];
+          blocks[i].w[j] = reinterpret_cast<const uint32_t*>(from)[j];
       }
     }
   }

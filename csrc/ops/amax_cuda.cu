@@ -86,14 +86,18 @@ __global__ void __launch_bounds__(kTileThreads, 2)
   T& tile = DynamicShared<T>();
   const int64_t matrices = args.examples * args.batch;
   for (int64_t index = blockIdx.z; index < matrices; index += gridDim.z) {
-    const DeviceMatrix matrix = MatrixAt<T::kSize>(args.x, index, args.rows, args.k);
+    const BlockPlace at = RowPlace(0);
+    const int64_t row_bytes = args.k * T::kSize, step = (RowPlace(1).row - at.row) * row_bytes;
+    const auto* matrix = static_cast<const uint8_t*>(args.x) + index * args.rows * row_bytes;
     Largest largest;
     for (int64_t down = blockIdx.y; down < grid.tiles_down; down += gridDim.y) {
       const int64_t first = static_cast<int64_t>(blockIdx.x) * grid.tiles_of_block;
       const int64_t end = min(first + grid.tiles_of_block, grid.tiles_across);
       for (int64_t across = first; across < end; ++across) {
         typename T::RowBlock blocks[kThreadRows];
-        T::Load(matrix, down * kTile, across * kTile, blocks);
+        const int64_t row = down * kTile + at.row, column = across * kTile + at.block * kBlock;
+        T::Load(matrix + row * row_bytes + column * T::kSize, step, args.rows - row,
+                args.k - column, row_bytes % 16 == 0, blocks);
         if (args.along_columns != nullptr) {
           __syncthreads();  // the tile before
 #pragma unroll
@@ -129,10 +133,10 @@ __global__ void __launch_bounds__(kTileThreads, 2)
       }
     }
     // The factor and rounding to bfloat16 keep the order: they are left to the largest value.
-    const int64_t at = index / args.batch * args.stride;
-    Raise(args.plain, at, largest.plain, of_warps);
-    Raise(args.along_rows, at, Finish(largest.along_rows), of_warps);
-    Raise(args.along_columns, at, Finish(largest.along_columns), of_warps);
+    const int64_t result = index / args.batch * args.stride;
+    Raise(args.plain, result, largest.plain, of_warps);
+    Raise(args.along_rows, result, Finish(largest.along_rows), of_warps);
+    Raise(args.along_columns, result, Finish(largest.along_columns), of_warps);
   }
 }
 

@@ -41,6 +41,10 @@ NVFP4_HD constexpr bool IsSet(int mode, int bit) { return (mode & bit) != 0; }
 
 constexpr int kScaleTiles = kTileBlocksAcross / kTileBlocks;  // of a tile, in one output
 constexpr int kScaleBytes = kScaleTiles * kTileBytes;
+constexpr int kLine = 16;  // bytes of a scale tile that one thread stores
+constexpr int kScaleLines = kScaleBytes / kLine;
+constexpr int kScaleTileColumns = kTileBlocks * kBlock;  // elements
+constexpr int kBlockBytes = kBlock / 2;
 constexpr int kScales = 128;  // E4M3 codes without a sign
 
 // The factor 2^-14 of stochastic rounding is folded into the encode factors, which changes no bit
@@ -65,9 +69,11 @@ struct Shared {
   alignas(16) Tile<kType> tile;  // not there if only rows are wanted
 };
 
+// Blocks of threads are numbered along k, then down the rows of the matrices one after the other.
 struct Grid {
-  int64_t tiles_across, tiles_down, matrices;
-  int tiles_of_block;
+  Divider blocks_across, tiles_down, batch;
+  uint32_t tiles_across;
+  uint32_t tiles_of_block;
 };
 
 template <FloatType kType, int kRows, int kColumns, bool kWhole>
@@ -76,40 +82,38 @@ class Quantizer {
   static constexpr bool kHasRows = kRows != kAbsent, kHasColumns = kColumns != kAbsent;
   static constexpr bool kFolds =
       kWhole && Tile<kType>::kHalves && ((kRows | kColumns) & kStochastic) != 0;
+  // The next tile is loaded before this one is quantized along its columns. Stochastic rounding
+  // leaves no registers for that, and takes long enough for another block of threads to load.
+  static constexpr bool kLoadsEarly = kWhole && ((kRows | kColumns) & kStochastic) == 0;
   using T = Tile<kType>;
 
   NVFP4_DEVICE Quantizer(const QuantizeArgs& args, const Grid& grid)
       : args_(args), grid_(grid), shared_(DynamicShared<Shared<kType>>()) {}
 
   NVFP4_DEVICE void Run() {
-    if (blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) {
-      if (kHasRows) StoreGlobalScales(args_.along_rows);
-      if (kHasColumns) StoreGlobalScales(args_.along_columns);
+    if (blockIdx.x == 0) {
+      StoreGlobalScales(args_.along_rows);
+      StoreGlobalScales(args_.along_columns);
     }
-    int64_t example = -1;
-    for (int64_t matrix = blockIdx.z; matrix < grid_.matrices; matrix += gridDim.z) {
-      const int64_t next = args_.batch == 1
-                               ? matrix
-                               : static_cast<uint32_t>(matrix) / static_cast<uint32_t>(args_.batch);
-      if (next != example) {
-        example = next;
-        Prepare(example);
-      }
-      matrix_ = matrix;
-      matrix_of_example_ = matrix - example * args_.batch;
-      for (int64_t down = blockIdx.y; down < grid_.tiles_down; down += gridDim.y) {
-        row0_ = down * kTile;
-        const int64_t first = static_cast<int64_t>(blockIdx.x) * grid_.tiles_of_block;
-        const int64_t end = min(first + grid_.tiles_of_block, grid_.tiles_across);
-        for (int64_t across = first; across < end; ++across) {
-          column0_ = across * kTile;
-          if (!kFolds || !NVFP4_RARELY(!folds_))
-            QuantizeTile<kFolds>();
-          else
-            QuantizeTile<false>();
-          buffer_ ^= 1;
-        }
-      }
+    const uint32_t band = grid_.blocks_across.Quotient(blockIdx.x);
+    const uint32_t first = grid_.blocks_across.Remainder(blockIdx.x, band) * grid_.tiles_of_block;
+    if (first >= grid_.tiles_across) return;  // no elements
+    const uint32_t matrix = grid_.tiles_down.Quotient(band);
+    const uint32_t example = grid_.batch.Quotient(matrix);
+    Place(matrix, grid_.batch.Remainder(matrix, example), grid_.tiles_down.Remainder(band, matrix),
+          first);
+    typename T::RowBlock blocks[kThreadRows];
+    Load(blocks);
+    Prepare(example);
+    left_ = min(grid_.tiles_of_block, grid_.tiles_across - first);
+    while (true) {
+      if (!kFolds || !NVFP4_RARELY(!folds_))
+        QuantizeTile<kFolds>(blocks);
+      else
+        QuantizeTile<false>(blocks);
+      if (--left_ == 0) return;
+      Advance();
+      if constexpr (!kLoadsEarly) Load(blocks);
     }
   }
 
@@ -118,20 +122,21 @@ class Quantizer {
 
   NVFP4_DEVICE void StoreGlobalScales(const QuantizeOutput& out) const {
     if (out.amax == nullptr) return;
+#pragma unroll 1
     for (int64_t i = threadIdx.x; i < args_.examples; i += kTileThreads) {
       const float decode = TensorScaleOf(out.amax[i * args_.amax_stride]).decode;
       out.global_scale[i] = out.partner != nullptr ? __fmul_rn(decode, out.partner[i]) : decode;
     }
   }
 
-  NVFP4_DEVICE bool Folds(const QuantizeOutput& out, int64_t example) const {
+  NVFP4_DEVICE bool Folds(const QuantizeOutput& out, uint32_t example) const {
     return out.amax == nullptr || !out.stochastic ||
            out.amax[example * args_.amax_stride] < kFoldsBelow;
   }
 
-  NVFP4_DEVICE void Prepare(int64_t example) {
-    __syncthreads();  // the state of another example may be in use
-    folds_ = kFolds && Folds(args_.along_rows, example) && Folds(args_.along_columns, example);
+  NVFP4_DEVICE void Prepare(uint32_t example) {
+    if constexpr (kFolds)
+      folds_ = Folds(args_.along_rows, example) && Folds(args_.along_columns, example);
     const bool columns = threadIdx.x >= kScales;
     const uint8_t scale = static_cast<uint8_t>(threadIdx.x % kScales);
     const QuantizeOutput& out = columns ? args_.along_columns : args_.along_rows;
@@ -139,16 +144,62 @@ class Quantizer {
       const TensorScale tensor = TensorScaleOf(out.amax[example * args_.amax_stride]);
       OutputState& state = columns ? shared_.columns : shared_.rows;
       const float encode = BlockEncode(scale, tensor);
-      state.encode[scale] = folds_ && out.stochastic ? __fmul_rn(encode, 0x1p-14f) : encode;
+      state.encode[scale] =
+          kFolds && folds_ && out.stochastic ? __fmul_rn(encode, 0x1p-14f) : encode;
       state.block_factor = tensor.block_factor;
     }
-    __syncthreads();
-    if (args_.along_rows.amax != nullptr) rows_factor_ = shared_.rows.block_factor;
-    if (args_.along_columns.amax != nullptr) columns_factor_ = shared_.columns.block_factor;
     if (args_.key != nullptr) {
-      key_[0] = Uniform(args_.key[2 * example]);
-      key_[1] = Uniform(args_.key[2 * example + 1]);
+      random_.key[0] = Uniform(args_.key[2 * example]);
+      random_.key[1] = Uniform(args_.key[2 * example + 1]);
     }
+    __syncthreads();
+    if (WantsRows()) row_factor_ = Uniform(shared_.rows.block_factor);
+    if (WantsColumns()) column_factor_ = Uniform(shared_.columns.block_factor);
+  }
+
+  // ---- Where this thread is, from tile to tile
+
+  NVFP4_DEVICE void Place(uint32_t matrix, uint32_t matrix_of_example, uint32_t down,
+                          uint32_t across) {
+    const BlockPlace row_place = RowPlace(0), column_place = ColumnPlace();
+    row_ = static_cast<int64_t>(down) * kTile;
+    column_ = static_cast<int64_t>(across) * kTile;
+    const int64_t matrix_row = matrix * args_.rows + row_ + row_place.row;
+    from_ = static_cast<const uint8_t*>(args_.x) +
+            (matrix_row * args_.k + column_ + row_place.block * kBlock) * T::kSize;
+    random_row_ = matrix_of_example * args_.rows + row_;
+    random_column_ = matrix_of_example * args_.k + column_;
+    codes_stride_[0] = CodesStride(args_.k);
+    codes_stride_[1] = CodesStride(args_.rows);
+    if (WantsRows())
+      row_codes_ = args_.along_rows.codes + matrix_row * codes_stride_[0] +
+                   (column_ / kBlock + row_place.block) * kBlockBytes;
+    if (WantsColumns())
+      column_codes_ = args_.along_columns.codes +
+                      (matrix * args_.k + column_ + column_place.row) * codes_stride_[1] +
+                      (row_ / kBlock + column_place.block) * kBlockBytes;
+    if (WantsRows())
+      row_scales_ =
+          args_.along_rows.scales + matrix * ScalesSize(args_.rows, args_.k) +
+          (row_ / kTileRows * TileColumns(args_.k) + column_ / kScaleTileColumns) * kTileBytes;
+    if (WantsColumns())
+      column_scales_ =
+          args_.along_columns.scales + matrix * ScalesSize(args_.k, args_.rows) +
+          (column_ / kTileRows * TileColumns(args_.rows) + row_ / kScaleTileColumns) * kTileBytes;
+  }
+
+  NVFP4_DEVICE void Advance() {
+    column_ += kTile;
+    random_column_ += kTile;
+    if (WantsRows()) {
+      row_codes_ += kTileBlocksAcross * kBlockBytes;
+      row_scales_ += kScaleBytes;
+    }
+    if (WantsColumns()) {
+      column_codes_ += kTile * codes_stride_[1];
+      column_scales_ += TileColumns(args_.rows) * kTileBytes;
+    }
+    buffer_ ^= 1;
   }
 
   // ---- One tile
@@ -160,10 +211,23 @@ class Quantizer {
     return kColumns == kAny ? args_.along_columns.codes != nullptr : kHasColumns;
   }
 
+  // The next tile.
+  NVFP4_DEVICE void Load(typename T::RowBlock (&blocks)[kThreadRows]) {
+    const BlockPlace at = RowPlace(0);
+    const int64_t step = (RowPlace(1).row - at.row) * args_.k * T::kSize;
+    if constexpr (kWhole) {
+      const uint8_t* from = from_;
+#pragma unroll
+      for (int i = 0; i < kThreadRows; ++i, from += step) blocks[i] = T::template Load<32>(from);
+    } else {
+      T::Load(from_, step, args_.rows - row_ - at.row, args_.k - column_ - at.block * kBlock,
+              args_.k * T::kSize % 16 == 0, blocks);
+    }
+    from_ += kTile * T::kSize;
+  }
+
   template <bool kFolded>
-  NVFP4_DEVICE void QuantizeTile() {
-    typename T::RowBlock blocks[kThreadRows];
-    Load(blocks);
+  NVFP4_DEVICE void QuantizeTile(typename T::RowBlock (&blocks)[kThreadRows]) {
     if (WantsColumns()) {
 #pragma unroll
       for (int i = 0; i < kThreadRows; ++i) shared_.tile.Store(RowPlace(i), blocks[i]);
@@ -187,6 +251,9 @@ class Quantizer {
       Rows<kRows, kFolded>(blocks);
     }
     __syncthreads();
+    if constexpr (kLoadsEarly) {
+      if (left_ > 1) Load(blocks);
+    }
     if constexpr (kColumns == kAny) {
       const QuantizeOutput& out = args_.along_columns;
       if (WantsColumns()) {
@@ -206,39 +273,32 @@ class Quantizer {
       Columns<kColumns, kFolded>();
     }
     if (WantsColumns()) __syncthreads();
-    if (WantsRows())
-      StoreScales(args_.along_rows, shared_.scales.rows[buffer_], 0, args_.rows, args_.k, row0_,
-                  column0_);
+    if (WantsRows()) StoreScales(row_scales_, shared_.scales.rows[buffer_], 0, args_.k, column_);
     if (WantsColumns())
-      StoreScales(args_.along_columns, shared_.scales.columns[buffer_], kTileThreads / 4, args_.k,
-                  args_.rows, column0_, row0_);
-  }
-
-  NVFP4_DEVICE void Load(typename T::RowBlock (&blocks)[kThreadRows]) const {
-    const DeviceMatrix matrix = MatrixAt<T::kSize>(args_.x, matrix_, args_.rows, args_.k);
-    if constexpr (kWhole) {
-      const BlockPlace at = RowPlace(0);
-      const uint8_t* from =
-          matrix.x + ((row0_ + at.row) * args_.k + column0_ + at.block * kBlock) * T::kSize;
-      const int64_t step = (RowPlace(1).row - at.row) * args_.k * T::kSize;
-#pragma unroll
-      for (int i = 0; i < kThreadRows; ++i) blocks[i] = T::template Load<32>(from + i * step);
-    } else {
-      T::Load(matrix, row0_, column0_, blocks);
-    }
+      StoreScales(column_scales_, shared_.scales.columns[buffer_], kScaleLines, args_.rows, row_);
   }
 
   NVFP4_DEVICE uint32_t Signs() const { return kWhole ? kHadamardSigns : args_.signs; }
 
-  // Codes of 16 values from their products with the encode factor.
+  // Codes of 16 values from their products with the encode factor. `line` of the quantized matrix
+  // is the i-th after first_line.
   template <int kMode, bool kFolded>
-  NVFP4_DEVICE uint2 Encode(float (&y)[kBlock], uint32_t stream, int64_t row, int64_t block) const {
+  NVFP4_DEVICE uint2 Encode(float (&y)[kBlock], uint32_t stream, int64_t first_line, int i,
+                            int64_t block) const {
     if constexpr (IsSet(kMode, kStochastic)) {
       if constexpr (!kFolded) {
 #pragma unroll
-        for (int i = 0; i < kBlock; ++i) y[i] = __fmul_rn(y[i], 0x1p-14f);
+        for (int j = 0; j < kBlock; ++j) y[j] = __fmul_rn(y[j], 0x1p-14f);
       }
-      return EncodeStochastic(y, BlockRandom(key_, stream, row, block));
+      uint32_t low, high;
+      if constexpr (kWhole) {  // first_line is a multiple of kTile
+        low = static_cast<uint32_t>(first_line) + i;
+        high = static_cast<uint32_t>(first_line >> 32);
+      } else {
+        low = static_cast<uint32_t>(first_line + i);
+        high = static_cast<uint32_t>((first_line + i) >> 32);
+      }
+      return EncodeStochastic(y, random_.At(low, high, static_cast<uint32_t>(block), stream));
     } else {
       return make_uint2(EncodeE2M1x8({y[0], y[1], y[2], y[3], y[4], y[5], y[6], y[7]}),
                         EncodeE2M1x8({y[8], y[9], y[10], y[11], y[12], y[13], y[14], y[15]}));
@@ -266,19 +326,16 @@ class Quantizer {
       amax = MaxOfSquare(amax, kSquareAlongRows);
 #pragma unroll
       for (int i = 0; i < kThreadRows; ++i)
-        scale[i] = kWhole || row0_ + RowPlace(i).row < args_.rows ? amax : 0.0f;
+        scale[i] = kWhole || row_ + RowPlace(i).row < args_.rows ? amax : 0.0f;
     }
-#pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) scale[i] = __fmul_rn(scale[i], rows_factor_);
-    const uint32_t scales = EncodeE4M3Quad(scale);
-
     const BlockPlace at = RowPlace(0);
-    uint8_t* staged = shared_.scales.rows[buffer_] + ScaleOffset32(at.row, at.block);
-    const int64_t stride = CodesStride(args_.k), block = column0_ / kBlock + at.block;
-    uint8_t* to = out.codes + (matrix_ * args_.rows + row0_ + at.row) * stride + block * 8;
+    uint8_t* staged = shared_.scales.rows[buffer_] + StagedOffset(at);
+    const int64_t block = column_ / kBlock + at.block;
+    uint8_t* to = row_codes_;
 #pragma unroll
-    for (int i = 0; i < kThreadRows; ++i, to += 4 * stride) {
-      const uint8_t byte = static_cast<uint8_t>(scales >> 8 * i);
+    for (int i = 0; i < kThreadRows; ++i) {
+      const int step = RowPlace(i).row - at.row;
+      const uint32_t byte = EncodeScale(__fmul_rn(scale[i], row_factor_));
       const float encode = state.encode[byte];
       float2 v[kBlock / 2];
       if constexpr (IsSet(kMode, kHadamard)) {
@@ -296,16 +353,15 @@ class Quantizer {
         y[2 * j] = p.x;
         y[2 * j + 1] = p.y;
       }
-      staged[i * 4 * 16] = byte;
-      const int64_t row = row0_ + at.row + 4 * i;
-      uint2 codes =
-          Encode<kMode, kFolded>(y, kStreamRows, matrix_of_example_ * args_.rows + row, block);
+      staged[step * kLine] = static_cast<uint8_t>(byte);
+      uint2 codes = Encode<kMode, kFolded>(y, kStreamRows, random_row_, at.row + step, block);
       if constexpr (kWhole) {
         *reinterpret_cast<uint2*>(to) = codes;
-      } else if (row < args_.rows && block * 8 < stride) {
+      } else if (row_ + at.row + step < args_.rows && block * kBlockBytes < codes_stride_[0]) {
         if (block >= BlocksOf(args_.k)) codes = make_uint2(0, 0);
         *reinterpret_cast<uint2*>(to) = codes;
       }
+      to += (RowPlace(1).row - at.row) * codes_stride_[0];
     }
   }
 
@@ -315,10 +371,10 @@ class Quantizer {
     const OutputState& state = shared_.columns;
     const bool square = kColumns == kAny ? out.tile16 : IsSet(kMode, kTile16);
     const BlockPlace at = ColumnPlace();
-    const int64_t stride = CodesStride(args_.rows), block = row0_ / kBlock + at.block;
-    const int64_t column = column0_ + at.row;
-    uint8_t* staged = shared_.scales.columns[buffer_] + ScaleOffset32(at.row, at.block);
-    uint8_t* to = out.codes + (matrix_ * args_.k + column) * stride + block * 8;
+    const int64_t block = row_ / kBlock + at.block;
+    const int64_t left = args_.k - column_ - at.row;  // columns from the first of this thread on
+    uint8_t* staged = shared_.scales.columns[buffer_] + StagedOffset(at);
+    uint8_t* to = column_codes_;
     typename T::ColumnBlock words;
     if constexpr (T::kHalves) words = shared_.tile.LoadColumns(at, 0);
     float square_amax = 0.0f;
@@ -338,12 +394,11 @@ class Quantizer {
       float2 v[kBlock];
       float2 amax = ColumnAmax<kMode>(words, part, v);
       if (square) {
-        const int64_t n = args_.k - column - 2 * part;  // columns from here on
-        amax = Pair(kWhole || n > 0 ? square_amax : 0.0f, kWhole || n > 1 ? square_amax : 0.0f);
+        amax = Pair(kWhole || left > 2 * part ? square_amax : 0.0f,
+                    kWhole || left > 2 * part + 1 ? square_amax : 0.0f);
       }
-      const float2 scale = Multiply(amax, Pair(columns_factor_, columns_factor_));
-      const uint32_t scales = EncodeE4M3Pair(scale.x, scale.y);
-      const uint8_t bytes[2] = {static_cast<uint8_t>(scales), static_cast<uint8_t>(scales >> 8)};
+      const float2 scale = Multiply(amax, Pair(column_factor_, column_factor_));
+      const uint32_t bytes[2] = {EncodeScale(scale.x), EncodeScale(scale.y)};
       const float2 encode = Pair(state.encode[bytes[0]], state.encode[bytes[1]]);
       if constexpr (IsSet(kMode, kHadamard)) {
 #pragma unroll
@@ -360,16 +415,15 @@ class Quantizer {
 #pragma unroll
         for (int r = 0; r < kBlock; ++r) y[r] = half == 0 ? v[r].x : v[r].y;
         const int i = 2 * part + half;
-        staged[i * 16] = bytes[half];
-        uint2 codes = Encode<kMode, kFolded>(y, kStreamColumns,
-                                             matrix_of_example_ * args_.k + column + i, block);
+        staged[i * kLine] = static_cast<uint8_t>(bytes[half]);
+        uint2 codes = Encode<kMode, kFolded>(y, kStreamColumns, random_column_, at.row + i, block);
         if constexpr (kWhole) {
           *reinterpret_cast<uint2*>(to) = codes;
-        } else if (column + i < args_.k && block * 8 < stride) {
+        } else if (i < left && block * kBlockBytes < codes_stride_[1]) {
           if (block >= BlocksOf(args_.rows)) codes = make_uint2(0, 0);
           *reinterpret_cast<uint2*>(to) = codes;
         }
-        to += stride;
+        to += codes_stride_[1];
       }
     }
   }
@@ -387,32 +441,39 @@ class Quantizer {
     }
   }
 
-  // Byte of a scale in the scale tiles of this tile.
-  static NVFP4_DEVICE int ScaleOffset32(int row, int block) {
-    return block / kTileBlocks * kTileBytes + row % 32 * 16 + row / 32 * 4 + block % kTileBlocks;
+  // Of a scale, in the scale tiles of this tile.
+  static NVFP4_DEVICE int StagedOffset(BlockPlace at) {
+    return at.block / kTileBlocks * kTileBytes + at.row % 32 * kLine + at.row / 32 * kTileBlocks +
+           at.block % kTileBlocks;
   }
 
-  // The scale tiles of a result [rows, k] that lie at (row, column), from `first_thread` on.
-  NVFP4_DEVICE void StoreScales(const QuantizeOutput& out, const uint8_t* staged, int first_thread,
-                                int64_t rows, int64_t k, int64_t row, int64_t column) const {
-    constexpr int kLine = 16, kLines = kScaleBytes / kLine;
+  // 64 threads each store the scale tiles of an output; along its last axis, k elements of which
+  // `column` are before this tile, one of them may lie past the end.
+  NVFP4_DEVICE void StoreScales(uint8_t* to, const uint8_t* staged, int first_thread, int64_t k,
+                                int64_t column) const {
     const int line = static_cast<int>(threadIdx.x) - first_thread;
-    if (line < 0 || line >= kLines) return;
-    const int64_t tile_columns = TileColumns(k), tile_column = column / (kTileBlocks * kBlock);
-    if (!kWhole && tile_column + line / (kTileBytes / kLine) >= tile_columns) return;
-    uint8_t* to = out.scales + matrix_ * ScalesSize(rows, k) +
-                  (row / kTileRows * tile_columns + tile_column) * kTileBytes;
+    if (line < 0 || line >= kScaleLines) return;
+    if (!kWhole && column / kScaleTileColumns + line / (kTileBytes / kLine) >= TileColumns(k))
+      return;
     reinterpret_cast<uint4*>(to)[line] = reinterpret_cast<const uint4*>(staged)[line];
   }
 
   const QuantizeArgs& args_;
   const Grid& grid_;
   Shared<kType>& shared_;
-  int64_t matrix_ = 0, matrix_of_example_ = 0, row0_ = 0, column0_ = 0;
-  int buffer_ = 0;  // of Staged
-  float rows_factor_ = 1.0f, columns_factor_ = 1.0f;
+  int64_t row_ = 0, column_ = 0;                // of the tile
+  int64_t random_row_ = 0, random_column_ = 0;  // the same, counted through an example's matrices
+  int64_t codes_stride_[2] = {0, 0};            // along rows, along columns
+  const uint8_t* from_ = nullptr;  // this thread's first block along rows, in the next tile
+  uint32_t left_ = 0;              // tiles, with this one
+  uint8_t* row_codes_ = nullptr;
+  uint8_t* column_codes_ = nullptr;
+  uint8_t* row_scales_ = nullptr;  // of the tile
+  uint8_t* column_scales_ = nullptr;
+  float row_factor_ = 1.0f, column_factor_ = 1.0f;  // TensorScale::block_factor
+  int buffer_ = 0;                                  // of Staged
   bool folds_ = true;
-  uint32_t key_[2] = {0, 0};
+  RandomBits random_ = {};
 };
 
 template <FloatType kType, int kRows, int kColumns, bool kWhole>
@@ -477,17 +538,21 @@ Kernel KernelOf(const QuantizeArgs& args) {
 CudaError QuantizeOnCuda(const QuantizeArgs& args, CudaStream stream) {
   if (args.examples == 0) return nullptr;
   const Kernel kernel = KernelOf(args);
-  Grid grid{CeilDiv(args.k, kTile), CeilDiv(args.rows, kTile), args.examples * args.batch, 1};
-  // Blocks of threads that share their preparations, but enough of them for every chip.
-  constexpr int64_t kEnoughBlocks = 2048, kMostTiles = 8;
-  grid.tiles_of_block = static_cast<int>(std::clamp<int64_t>(
-      grid.tiles_across * grid.tiles_down * grid.matrices / kEnoughBlocks, 1, kMostTiles));
+  const int64_t across = CeilDiv(args.k, kTile), down = CeilDiv(args.rows, kTile),
+                matrices = args.examples * args.batch;
+  // A block of threads shares its preparations, but every chip should have enough blocks.
+  constexpr int64_t kEnoughBlocks = 1024, kMostTiles = 8, kMostBlocks = 0x7FFFFFFF;
+  const int64_t tiles_of_block =
+      std::clamp<int64_t>(across * down * matrices / kEnoughBlocks, 1, kMostTiles);
+  const int64_t blocks_across = CeilDiv(across, tiles_of_block);
+  // At least one: there are global scales even where there are no elements.
+  const int64_t blocks = std::max<int64_t>(1, blocks_across * down * matrices);
+  if (blocks > kMostBlocks) return "quantize: x has more elements than one kernel can take";
+  const Grid grid{Divider(blocks_across), Divider(down), Divider(args.batch),
+                  static_cast<uint32_t>(down * matrices == 0 ? 0 : across),
+                  static_cast<uint32_t>(tiles_of_block)};
   cudaLaunchConfig_t config = {};
-  // At least one block: there are global scales even where there are no elements.
-  config.gridDim = dim3(
-      static_cast<unsigned>(std::max<int64_t>(1, CeilDiv(grid.tiles_across, grid.tiles_of_block))),
-      static_cast<unsigned>(std::clamp<int64_t>(grid.tiles_down, 1, kMaxGridAxis)),
-      static_cast<unsigned>(std::clamp<int64_t>(grid.matrices, 1, kMaxGridAxis)));
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(kTileThreads);
   const bool tile = args.along_columns.codes != nullptr;
   config.dynamicSmemBytes =
