@@ -52,7 +52,7 @@ def build_library(folder: pathlib.Path, name: str, sources, flags) -> pathlib.Pa
     with native._lock(library.with_suffix(".lock")):
         if not library.exists():
             compiler = os.environ.get("CXX", "g++")
-            common = ["-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off"]
+            common = ["-O2", "-g1", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-ffp-contract=off"]
             warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
             inputs = ["-x", "c++", *map(str, sources), "-x", "none", "-ldl"]
             to = ["-Wl,--no-undefined", "-o", str(library)]
@@ -239,7 +239,7 @@ def test_batches_repeat_operands_without_copies(cuda, batch, capability):
     cuda.runtime.RuntimeCapability(0, capability)
     compare(cuda, product(jnp.float32), *operands(20, 12, 48, batch=batch))
     assert cuda.calls("Matmul") == np.prod(np.broadcast_shapes(*batch), dtype=int)
-    assert cuda.calls("MatmulAlgoGetHeuristic") <= 2  # one, and one for addresses aligned less
+    assert cuda.calls("MatmulAlgoGetHeuristic") == 1
 
 
 def test_examples_have_alphas_of_their_own(cuda):
@@ -289,7 +289,7 @@ def test_a_layer_forward_and_backward(cuda, shape, recipe, dtype, capability):
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
-    "mnk", [(300, 517, 96), (517, 300, 64), (1, 1030, 64), (700, 9, 32)], ids=str
+    "mnk", [(300, 517, 96), (517, 300, 256), (1, 1030, 64), (700, 90, 32)], ids=str
 )
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_small_workspaces_make_panels(cuda, monkeypatch, mnk, accumulates, capability):
@@ -298,7 +298,8 @@ def test_small_workspaces_make_panels(cuda, monkeypatch, mnk, accumulates, capab
     rest = [normal(mnk[:2], seed=3)] if accumulates else []
     f = product(jnp.float32, names=["accumulate"] * accumulates)
     compare(cuda, f, *operands(*mnk), *rest)
-    assert cuda.calls("Matmul") > 1
+    whole = capability >= 100 and mnk[1] % 4 == 0  # needs no memory of ours
+    assert (cuda.calls("Matmul") == 1) == whole
 
 
 def test_a_workspace_that_is_too_small_is_an_error(cuda, monkeypatch):
@@ -470,9 +471,9 @@ FALLIBLE = [
 @pytest.mark.parametrize("name", FALLIBLE)
 def test_each_failure_is_an_error_and_leaves_nothing(cuda, name, status):
     a, b = operands(35, 24, 100)
-    bias = normal((24,), seed=3)
-    f = product(jnp.float32, names=["bias"])
-    cuda.run(f, a, b, bias)
+    accumulate = normal((35, 24), seed=3)
+    f = product(jnp.float32, names=["accumulate"])
+    cuda.run(f, a, b, accumulate)
     calls = cuda.calls(name)
     for n in range(calls):
         cuda.runtime.Unload()
@@ -480,13 +481,15 @@ def test_each_failure_is_an_error_and_leaves_nothing(cuda, name, status):
         assert cuda.load(cuda.path.decode()) == ""
         cuda.double.DoubleFail(f"cublasLt{name}".encode(), n, ERRORS[status])
         with pytest.raises(jax.errors.JaxRuntimeError) as error:
-            cuda.run(f, a, b, bias)
+            cuda.run(f, a, b, accumulate)
         text = str(error.value)
         assert f"cublasLt{name} failed with CUBLAS_STATUS_{status}" in text
-        assert "f32[M = 35, N = 24] with K = 128, f32 bias" in text
+        assert "f32[M = 35, N = 24] with K = 128, accumulate" in text
         if name != "Create":
             assert "on device 0 (compute capability 10.0), cuBLASLt 13." in text
-    compare(cuda, f, a, b, bias)
+    cuda.runtime.Unload()  # a refusal is remembered
+    assert cuda.load(cuda.path.decode()) == ""
+    compare(cuda, f, a, b, accumulate)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -30,7 +30,7 @@ def parts(op: str) -> list[tuple[str, str]]:
         (f"tests/test_{op}.py", "def test_"),
         # ...and a line in each of these.
         ("csrc/module.cc", f"XLA_FFI_DECLARE_HANDLER_SYMBOL({name}Cpu);"),
-        ("csrc/module.cc", f'{{"nvfp4_{op}_v1", Handler({name}Cpu)}}'),
+        ("csrc/module.cc", f'{{"nvfp4_{op}_v1", Execute({name}Cpu)}}'),
         ("docs/architecture.md", f"| `{op}` |"),
     ]
 

@@ -32,7 +32,7 @@ USES = {
     "names: list[str] = native.instruction_sets()": None,
     "previous: str = native.select_instruction_set(name='portable')": None,
     "version: tuple[int, int] = native.xla_ffi_version()": None,
-    "handler = native.registrations()['cpu']['nvfp4_matmul_v1']": None,
+    "handler = native.registrations()['cpu']['nvfp4_matmul_v1']['execute']": None,
     "native.select_instruction_set(3)": 'has incompatible type "int"; expected "str"',
     "numbers: list[int] = native.instruction_sets()": "Incompatible types in assignment",
     "native.registration()": 'Module has no attribute "registration"',

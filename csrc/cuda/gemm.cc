@@ -59,7 +59,7 @@ Failure FindLibrary() {
     tried += (tried.empty() ? "" : "\n  ") + error;
   }
   return {"there is no cuBLASLt that it can use: " +
-          (tried.empty() ? "none was looked for; call _native.load_cublaslt" : tried)};
+          (tried.empty() ? "none was found; pip install 'nvidia-cublas>=13.2'" : tried)};
 }
 
 // ---- The objects of cuBLASLt
@@ -91,13 +91,6 @@ class RelaxedCapture {
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
-
-constexpr uint32_t kMostAlignment = 256;
-
-uint32_t AlignmentOf(const void* pointer) {
-  const auto address = reinterpret_cast<uintptr_t>(pointer) | kMostAlignment;
-  return static_cast<uint32_t>(address & -address);
-}
 
 Failure RuntimeFailure(const char* call, cudaError_t error) {
   return FailureOf(call, error == cudaSuccess ? nullptr : cudaGetErrorString(error));
@@ -175,8 +168,7 @@ std::string GemmDevice::Name() const {
 
 Failure GemmDevice::Check(const char* call, Status status) const {
   if (status == kSuccess) return {};
-  return {std::string(call) + " failed with " + library_->GetStatusName(status),
-          status == kNotSupported || status == kArchMismatch};
+  return {std::string(call) + " failed with " + library_->GetStatusName(status)};
 }
 
 // Algorithms that give wrong results without an error, by NVIDIA's list of known issues.
@@ -243,21 +235,19 @@ Failure GemmDevice::Make(const GemmSpec& spec, const GemmPointers& pointers, Gem
   prefer(kMaxWorkspaceBytes, static_cast<uint64_t>(spec.workspace_size));
   // Parts of a sum are added in float32: the result is rounded once.
   prefer(kReductionSchemeMask, kReductionComputeType);
-  const auto& alignment = spec.alignment;
-  prefer(kMinAlignmentA, alignment[0]);
-  prefer(kMinAlignmentB, alignment[1]);
-  prefer(kMinAlignmentC, alignment[5]);
-  prefer(kMinAlignmentD, alignment[6]);
+  for (const auto which : {kMinAlignmentA, kMinAlignmentB, kMinAlignmentC, kMinAlignmentD})
+    prefer(which, kGemmAlign);
   if (failure) return failure;
 
   constexpr int kCandidates = 8;
   HeuristicResult results[kCandidates] = {};
   int returned = 0;
-  if (auto f = Check("cublasLtMatmulAlgoGetHeuristic",
-                     lt.MatmulAlgoGetHeuristic(handle_, plan.desc.value, plan.a.value, plan.b.value,
-                                               plan.result.value, plan.result.value,
-                                               preference.value, kCandidates, results, &returned)))
-    return f;
+  const Status status = lt.MatmulAlgoGetHeuristic(
+      handle_, plan.desc.value, plan.a.value, plan.b.value, plan.result.value, plan.result.value,
+      preference.value, kCandidates, results, &returned);
+  failure = Check("cublasLtMatmulAlgoGetHeuristic", status);
+  failure.refused = status == kNotSupported || status == kArchMismatch;
+  if (failure) return failure;
   for (int i = 0; i < std::min(returned, kCandidates); ++i) {
     if (results[i].state != kSuccess || IsFaulty(results[i].algo)) continue;
     plan.algo = results[i].algo;
@@ -266,12 +256,7 @@ Failure GemmDevice::Make(const GemmSpec& spec, const GemmPointers& pointers, Gem
   return {"cublasLtMatmulAlgoGetHeuristic knows no algorithm", true};
 }
 
-Failure GemmDevice::Find(GemmSpec& spec, const GemmPointers& pointers, GemmPlan** found) {
-  const void* const addresses[] = {
-      pointers.a,        pointers.b,    pointers.a_scales,
-      pointers.b_scales, pointers.bias, pointers.c != nullptr ? pointers.c : pointers.d,
-      pointers.d};
-  for (size_t i = 0; i < spec.alignment.size(); ++i) spec.alignment[i] = AlignmentOf(addresses[i]);
+Failure GemmDevice::Find(const GemmSpec& spec, const GemmPointers& pointers, GemmPlan** found) {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto at = plans_.find(spec);
   if (at == plans_.end()) {
@@ -286,12 +271,12 @@ Failure GemmDevice::Find(GemmSpec& spec, const GemmPointers& pointers, GemmPlan*
   return (*found)->refusal;
 }
 
-Failure GemmDevice::Plan(GemmSpec spec, const GemmPointers& pointers) {
+Failure GemmDevice::Plan(const GemmSpec& spec, const GemmPointers& pointers) {
   GemmPlan* plan = nullptr;
   return Find(spec, pointers, &plan);
 }
 
-Failure GemmDevice::Enqueue(GemmSpec spec, const GemmPointers& pointers, CudaStream stream) {
+Failure GemmDevice::Enqueue(const GemmSpec& spec, const GemmPointers& pointers, CudaStream stream) {
   GemmPlan* plan = nullptr;
   if (auto f = Find(spec, pointers, &plan)) return f;
   const Library& lt = *library_;
@@ -308,14 +293,12 @@ Failure GemmDevice::Enqueue(GemmSpec spec, const GemmPointers& pointers, CudaStr
     if (auto f = set(kBiasPointer, pointers.bias)) return f;
   // With beta 0, c is d, in the same layout, and is not read.
   const bool adds = pointers.c != nullptr;
-  Failure failure = Check(
+  return Check(
       "cublasLtMatmul",
       lt.Matmul(handle_, plan->desc.value, pointers.alpha, pointers.a, plan->a.value, pointers.b,
                 plan->b.value, zero_and_one_ + (adds ? 1 : 0), adds ? pointers.c : pointers.d,
                 plan->result.value, pointers.d, plan->result.value, &plan->algo, pointers.workspace,
                 static_cast<size_t>(spec.workspace_size), stream));
-  failure.refused = false;  // too late for another way: part of the work may be enqueued
-  return failure;
 }
 
 }  // namespace nvfp4

@@ -1,7 +1,6 @@
 // csrc/cuda/gemm.h: one matrix product on cuBLASLt: plans made once, and launches.
 #pragma once
 
-#include <array>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -35,14 +34,16 @@ struct GemmSpec {
   bool has_bias;
   cublaslt::DataType bias;
   int64_t workspace_size;
-  std::array<uint32_t, 7> alignment;  // of the pointers, as GemmPointers lists them
 
   auto Key() const {
-    return std::tie(m, n, k, operands, result, result_stride, has_bias, bias, workspace_size,
-                    alignment);
+    return std::tie(m, n, k, operands, result, result_stride, has_bias, bias, workspace_size);
   }
   bool operator<(const GemmSpec& other) const { return Key() < other.Key(); }
 };
+
+// What every pointer of a GEMM is aligned to: plans do not depend on addresses, which change from
+// call to call.
+constexpr uint32_t kGemmAlign = 16;
 
 struct GemmPointers {
   const void *a, *b, *a_scales, *b_scales, *bias;
@@ -65,15 +66,15 @@ class GemmDevice {
   // "device 0 (compute capability 10.0), cuBLASLt 13.2.0 (libcublasLt.so.13)"
   std::string Name() const;
 
-  // Makes the plan if there is none. The alignment in `spec` is set from `pointers`.
-  Failure Plan(GemmSpec spec, const GemmPointers& pointers);
-  Failure Enqueue(GemmSpec spec, const GemmPointers& pointers, CudaStream stream);
+  // Makes the plan if there is none.
+  Failure Plan(const GemmSpec& spec, const GemmPointers& pointers);
+  Failure Enqueue(const GemmSpec& spec, const GemmPointers& pointers, CudaStream stream);
 
  private:
   struct GemmPlan;
 
   GemmDevice() = default;
-  Failure Find(GemmSpec& spec, const GemmPointers& pointers, GemmPlan** plan);
+  Failure Find(const GemmSpec& spec, const GemmPointers& pointers, GemmPlan** plan);
   Failure Make(const GemmSpec& spec, const GemmPointers& pointers, GemmPlan& plan) const;
   Failure Check(const char* call, cublaslt::Status status) const;
   bool IsFaulty(const cublaslt::MatmulAlgo& algo) const;

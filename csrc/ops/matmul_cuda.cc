@@ -23,10 +23,10 @@ namespace {
 
 using cublaslt::DataType;
 
-constexpr int64_t kAlign = 256;        // of the workspace and its parts
-constexpr int64_t kOperandAlign = 16;  // of codes, scales and results, for FP4 kernels
-constexpr int64_t kWholeResults = 4;   // float32 in those 16 bytes
-constexpr int64_t kPaddedSingle = 8;   // rows in place of one, where one is refused
+constexpr int64_t kAlign = 256;  // of the workspace and its parts
+constexpr int64_t kOperandAlign = kGemmAlign;
+constexpr int64_t kWholeResults = 4;  // float32 in those 16 bytes
+constexpr int64_t kPaddedSingle = 8;  // rows in place of one, where one is refused
 constexpr char kFinish[] = "the kernel that finishes the result";
 
 int64_t RoundUp(int64_t x, int64_t to) { return CeilDiv(x, to) * to; }
@@ -128,7 +128,8 @@ class Multiplication {
     std::vector<Way> ways;
     const auto add = [&](bool dequantized) {
       if (fits && !has_bias) ways.push_back({dequantized, false, false, false, false});
-      if (fits && has_bias && shape_.bias == Half())  // the type that cuBLASLt adds
+      if (fits && has_bias && shape_.bias == Half() &&
+          IsAligned(p_.bias, kOperandAlign))  // the type that cuBLASLt adds
         ways.push_back({dequantized, true, false, false, false});
       if (fits && has_bias && shape_.out == FloatType::kF32 && p_.accumulate == nullptr)
         ways.push_back({dequantized, false, false, true, false});
@@ -187,8 +188,8 @@ class Multiplication {
     }
     if (way.through && step_n > 0 && step_m > 0) {
       const int64_t most = arena.left() / kWholeResults / 4 * kWholeResults;  // float32 results
-      step_n =
-          StepOf(most / std::min<int64_t>(step_m, 2048) / kWholeResults * kWholeResults, step_n);
+      const int64_t wide = std::max<int64_t>(most / std::min<int64_t>(step_m, 2048), kTileRows);
+      step_n = StepOf(wide / kWholeResults * kWholeResults, step_n);
       step_m = step_n > 0 ? StepOf(most / RoundUp(step_n, kWholeResults), step_m) : 0;
     }
     uint8_t* const staged_y = arena.Take(0);

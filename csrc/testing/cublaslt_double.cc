@@ -204,7 +204,7 @@ const char* Objection(const Request& r, Status* status) {
     return "no other epilogue is documented for block scales";
   if (r.epilogue == kEpilogueBias) {
     if (Refuses("bias")) return "a test refuses the bias";
-    if (r.bias == nullptr) return "there is no bias";
+    if (r.bias == nullptr || !IsAligned(r.bias, 16)) return "no bias, or one that is not aligned";
     if (r.bias_type != (r.d.type == kR32F ? +kR16BF : r.d.type)) return "type of bias";
   }
   if (fp4) {
@@ -229,6 +229,26 @@ const char* Objection(const Request& r, Status* status) {
     if (r.d.type != kR32F && r.d.type != r.a.type) return "type of d";
   }
   return nullptr;
+}
+
+// Whether d shares memory with what is read, or any of them with the workspace.
+bool Overlaps(const Request& r, const void* a, const void* b, const void* d, const void* workspace,
+              size_t workspace_size) {
+  struct Range {
+    const uint8_t* begin;
+    int64_t size;
+  };
+  const auto range = [](const Matrix& m, const void* data) {
+    const int64_t elements = (m.columns - 1) * m.stride + m.rows;
+    return Range{static_cast<const uint8_t*>(data), elements * BitsOfType(m.type) / 8};
+  };
+  const auto meet = [](const Range& x, const Range& y) {
+    return x.begin < y.begin + y.size && y.begin < x.begin + x.size;
+  };
+  const Range work{static_cast<const uint8_t*>(workspace), static_cast<int64_t>(workspace_size)};
+  const Range of_a = range(r.a, a), of_b = range(r.b, b), of_d = range(r.d, d);
+  return meet(of_d, of_a) || meet(of_d, of_b) || meet(of_d, work) || meet(of_a, work) ||
+         meet(of_b, work);
 }
 
 void Record(const char* call, const Request& r, const char* objection) {
@@ -498,6 +518,7 @@ EXPORT Status cublasLtMatmul(Handle handle, MatmulDesc desc, const void* alpha, 
           (r.a.type == kR4F_E2M1 && !IsAligned(matrices[i], 16)))
         objection = "a matrix is not aligned as it was said to be";
     if (workspace_size < algo.workspace || !IsAligned(workspace, 256)) objection = "workspace";
+    if (Overlaps(r, a, b, d, workspace, workspace_size)) objection = "overlapping memory";
     if (algo.id == 66) objection = "an algorithm that is known to be faulty";
   }
   Record("matmul", r, objection);

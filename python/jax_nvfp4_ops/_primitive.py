@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jax_nvfp4_ops import _native
+from jax_nvfp4_ops import _cuda, _native
 from jax_nvfp4_ops._compat import Primitive, ShapedArray, ad, apply_primitive, batching, mlir
 
 # The platforms that an op is lowered for, as JAX spells them in a lowering and in a registration.
@@ -17,8 +17,9 @@ _LOWERING_PLATFORMS = {"cpu": "cpu", "CUDA": "cuda"}
 
 def _register_targets() -> None:
     for platform, targets in _native.registrations().items():
-        for name, handler in targets.items():
-            jax.ffi.register_ffi_target(name, handler, platform=platform)
+        for name, stages in targets.items():
+            jax.ffi.register_ffi_target(name, stages, platform=platform)
+    _native.set_cublaslt_finder(_cuda.find_cublaslt)
 
 
 _register_targets()
