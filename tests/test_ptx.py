@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 
 import ml_dtypes
 import native
@@ -103,9 +104,6 @@ class Recorder:
         return [json.loads(line) for line in self.run([self.program, op], bytes(args)).splitlines()]
 
 
-_parsed: dict[str, dict[str, interpreter.Kernel]] = {}
-
-
 def execute(
     text: str, op: str, args: ctypes.Structure, memory: interpreter.Memory, recorder: Recorder
 ) -> interpreter.Result:
@@ -118,12 +116,8 @@ def execute(
         assert first + memset["size"] <= buffer.data.size
         buffer.data[first : first + memset["size"]] = memset["value"]
         buffer.written[first : first + memset["size"]] = True
-    kernels = _parsed.get(text)
-    if kernels is None:
-        _parsed.clear()  # one file at a time
-        kernels = _parsed[text] = interpreter.parse(text)
     name = recorder.names[kernel["kernel"]]
-    (found,) = (k for n, k in kernels.items() if n.endswith(name))
+    (found,) = interpreter.parse(text, name).values()
     return interpreter.launch(
         found,
         tuple(kernel["grid"]),
@@ -320,57 +314,56 @@ def test_dequantize(ptx, recorder, target, dtype, shape):
     assert_written(out, values)
 
 
-# ---- Changes that must be noticed: the n-th line that matches, and what becomes of it.
+# ---- Changes that must be noticed: an instruction that is executed, and what becomes of it.
 
+
+def moved_by(n: int) -> Callable[[re.Match], str]:
+    """Of a match of (all before the offset)(offset or none)."""
+    return lambda match: f"{match[1]}+{int(match[2] or 0) + n}]"
+
+
+STORE = r"(st\.global\.v2\.(?:u32|b32)\s+\[%rd\d+)\+?(\d*)\]"
 MUTATIONS = {
-    "no barrier": (r"bar\.sync\s+0;", ""),
+    "no barrier": (r"bar\.sync\s+0", ""),
     "another rounding": (r"cvt\.rn\.bf16x2\.f32", "cvt.rz.bf16x2.f32"),
     "codes of a pair swapped": (
-        r"cvt\.rn\.satfinite\.e2m1x2\.f32 (\w+), ([^,]+), ([^;]+);",
-        r"cvt.rn.satfinite.e2m1x2.f32 \1, \3, \2;",
+        r"(cvt\.rn\.satfinite\.e2m1x2\.f32\s+\w+), ([^,]+), (.+)", r"\1, \3, \2"
     ),
     "scales of a pair swapped": (
-        r"cvt\.rn\.satfinite\.e4m3x2\.f32 (\w+), ([^,]+), ([^;]+);",
-        r"cvt.rn.satfinite.e4m3x2.f32 \1, \3, \2;",
+        r"(cvt\.rn\.satfinite\.e4m3x2\.f32\s+\w+), ([^,]+), (.+)", r"\1, \3, \2"
     ),
-    "a store one element on": (r"st\.global\.v2\.u32 \[(%rd\d+)\]", r"st.global.v2.u32 [\1+8]"),
-    "a store misaligned": (r"st\.global\.v2\.u32 \[(%rd\d+)\]", r"st.global.v2.u32 [\1+4]"),
-    "a load one element on": (r"ld\.shared\.f32 (%f\d+), \[(%r\d+)\]", r"ld.shared.f32 \1, [\2+4]"),
-    "no store": (r"st\.global\.v4\.u32[^;]*;", ""),
-    "no NaN rule": (r"max\.xorsign\.abs\.bf16x2", "min.xorsign.abs.bf16x2"),
+    "a store of the next block": (STORE, moved_by(8)),
+    "a store misaligned": (STORE, moved_by(4)),
+    "a load of the next scale": (
+        r"(ld\.shared\.(?:f32|b32)\s+%\w+, \[%r\d+)\+?(\d*)\]", moved_by(4)
+    ),
+    "no store": (r"st\.global\.v[24]\..*", ""),
+    "the smallest magnitude": (r"max\.xorsign\.abs\.bf16x2", "min.xorsign.abs.bf16x2"),
     "difference for sum": (r"add\.rn\.f32x2", "sub.rn.f32x2"),
-    "fused for product": (r"mul\.rn\.f32x2", "add.rn.f32x2"),
-    "no sign": (r"fma\.rn\.f32\.bf16 ([^,]+), l, ([^,]+), ([^;]+);", r"fma.rn.f32.bf16 \1, h, \2, \3;"),
+    "sum for product": (r"mul\.rn\.f32x2", "add.rn.f32x2"),
+    "the other half": (r"(fma\.rn\.f32\.bf16\s+[^,]+), l,", r"\1, h,"),
     "another shuffle": (r"shfl\.sync\.bfly\.b32", "shfl.sync.down.b32"),
-    "half a warp": (r"(shfl\.sync\.bfly\.b32[^;]*), -1;", r"\1, 65535;"),
-    "unknown instruction": (r"prmt\.b32", "prmt.b32.f4e"),
+    "half a warp": (r"(shfl\.sync\.bfly\.b32.*), -1", r"\1, 65535"),
+    "other bytes": (r"(prmt\.b32.*), [%\w]+$", r"\1, 12816"),
+    "an instruction unknown": (r"prmt\.b32", "prmt.b32.f4e"),
 }  # fmt: skip
-
-
-def lines_that_matter(text: str, name: str, pattern: str) -> list[re.Match]:
-    begin = re.compile(rf"\.entry \w*{name}").search(text).end()
-    end = text.find(".entry", begin)
-    return list(re.compile(pattern).finditer(text, begin, end if end > 0 else len(text)))
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutations_are_noticed(ptx, recorder, mutation):
-    """In the kernel of 16x16 blocks or in that of Hadamard and SR: one of them has the line."""
-    text = ptx("quantize", "100a")
+    """In the kernels of three recipes: the first that executes such an instruction."""
+    text = interpreter.without_comments(ptx("quantize", "100a"))
     pattern, replacement = MUTATIONS[mutation]
-    for rows, columns in (
-        (WANTED | STOCHASTIC, WANTED | STOCHASTIC | HADAMARD),
-        (WANTED | TILE16, WANTED | TILE16),
-        (WANTED, WANTED | HADAMARD),
-    ):
-        name = f"QuantizeKernelILNS_9FloatTypeE1ELi{rows}ELi{columns}ELb1E"
-        matches = lines_that_matter(text, name, pattern)
+    for modes in (RECIPES[6], RECIPES[3], RECIPES[2]):
+        call = Quantization((128, 128), "bf16", *modes)
+        executed = sorted(call.run(text, recorder).executed)
+        statements = [(at, text[at : text.index(";", at)]) for at in executed]
+        matches = [(at, s) for at, s in statements if re.search(pattern, s)]
         if matches:
             break
-    assert matches, f"no line to change: {pattern}"
-    found = matches[len(matches) // 2]
-    changed = text[: found.start()] + found.expand(replacement) + text[found.end() :]
-    call = Quantization((128, 128), "bf16", rows, columns)
+    assert matches, f"no instruction to change: {pattern}"
+    at, statement = matches[len(matches) // 2]
+    changed = text[:at] + re.sub(pattern, replacement, statement) + text[at + len(statement) :]
     with pytest.raises((interpreter.Error, AssertionError)):
         call.run(changed, recorder)
 

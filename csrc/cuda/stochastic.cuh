@@ -35,7 +35,7 @@ NVFP4_DEVICE uint32_t PackSums(const uint32_t (&sum)[4]) {
   return Select(0x77777777u, codes, Select(0x08080808u, rotated, odd));
 }
 
-// core/philox.h, and the words of a block's random bits.
+// The random bits of blocks (core/stochastic.h BlockRandom).
 struct RandomBits {
   uint32_t key[2];
 
@@ -52,11 +52,10 @@ struct RandomBits {
 #endif
   }
 
-  NVFP4_DEVICE Philox At(uint32_t row_low, uint32_t row_high, uint32_t block,
-                         uint32_t stream) const {
+  NVFP4_DEVICE Philox At(uint32_t row, uint32_t row_high, uint32_t block, uint32_t stream) const {
     constexpr uint32_t kMultiplier0 = 0xD2511F53u, kMultiplier1 = 0xCD9E8D57u;
     constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;
-    uint32_t c[4] = {block, row_low, row_high, stream};
+    uint32_t c[4] = {block, row, row_high, stream};
 #pragma unroll
     for (uint32_t round = 0; round < 10u; ++round) {
       uint32_t low0, high0, low1, high1;

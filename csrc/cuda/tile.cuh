@@ -17,6 +17,7 @@ constexpr int kTile = kTileRows;  // 128
 constexpr int kTileThreads = 256;
 constexpr int kTileBlocksAcross = kTile / kBlock;  // 8
 constexpr int kThreadRows = 4;
+constexpr int kRowStep = 4;  // between two of them
 constexpr int kThreadColumns = 4;
 constexpr int64_t kMaxGridAxis = 65535;  // y and z
 
@@ -46,7 +47,7 @@ struct BlockPlace {
 // The i-th block of this thread along rows.
 NVFP4_DEVICE BlockPlace RowPlace(int i) {
   const int t = static_cast<int>(threadIdx.x);
-  return {t / 32 * 16 + i * 4 + t / 8 % 4, t % 8};
+  return {t / 32 * 16 + i * kRowStep + t / 8 % kRowStep, t % 8};
 }
 
 // This thread's first column, and its block of rows.
@@ -108,8 +109,7 @@ struct Tile {
   // before the end of its row; what is not in the matrix is zero. `aligned`: rows are, to 16 bytes.
   static NVFP4_DEVICE void Load(const uint8_t* from, int64_t step, int64_t rows, int64_t columns,
                                 bool aligned, RowBlock (&blocks)[kThreadRows]) {
-    const int row_step = RowPlace(1).row - RowPlace(0).row;
-    if (aligned && columns >= kBlock && rows > (kThreadRows - 1) * row_step) {
+    if (aligned && columns >= kBlock && rows > (kThreadRows - 1) * kRowStep) {
 #pragma unroll
       for (int i = 0; i < kThreadRows; ++i, from += step) blocks[i] = Load<16>(from);
       return;
@@ -117,7 +117,7 @@ struct Tile {
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i, from += step) {
       blocks[i] = {};
-      if (i * row_step >= rows) continue;
+      if (i * kRowStep >= rows) continue;
 #pragma unroll
       for (int j = 0; j < kBlock; ++j) {
         if (j >= columns) continue;

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
   const int64_t matrices = args.examples * args.batch;
   for (int64_t index = blockIdx.z; index < matrices; index += gridDim.z) {
     const BlockPlace at = RowPlace(0);
-    const int64_t row_bytes = args.k * T::kSize, step = (RowPlace(1).row - at.row) * row_bytes;
+    const int64_t row_bytes = args.k * T::kSize, step = kRowStep * row_bytes;
     const auto* matrix = static_cast<const uint8_t*>(args.x) + index * args.rows * row_bytes;
     Largest largest;
     for (int64_t down = blockIdx.y; down < grid.tiles_down; down += gridDim.y) {

@@ -72,15 +72,14 @@ __global__ void __launch_bounds__(kTileThreads)
       const BlockPlace at = RowPlace(0);
       const int64_t block = column0 / kBlock + at.block, column = block * kBlock;
       const int64_t row0 = matrix * args.rows + down * kTile + at.row;
-      const int64_t step = RowPlace(1).row - at.row;
       const int rows = static_cast<int>(min(args.rows - down * kTile, int64_t{kTile})) - at.row;
       const bool inside = column < args.k;
       uint2 codes[kThreadRows] = {};
 #pragma unroll
       for (int i = 0; i < kThreadRows; ++i)
-        if (inside && i * step < rows)
-          codes[i] = __ldg(reinterpret_cast<const uint2*>(args.codes + (row0 + i * step) * stride +
-                                                          block * (kBlock / 2)));
+        if (inside && i * kRowStep < rows)
+          codes[i] = __ldg(reinterpret_cast<const uint2*>(
+              args.codes + (row0 + i * kRowStep) * stride + block * (kBlock / 2)));
       __syncthreads();  // the scales of the tile before
       const int line = static_cast<int>(threadIdx.x);
       if (line < kScaleTiles * kLines && first_tile + line / kLines < tile_columns)
@@ -95,15 +94,15 @@ __global__ void __launch_bounds__(kTileThreads)
       const bool wide = args.k * T::kSize % 16 == 0 && args.k - column >= kBlock;
 #pragma unroll
       for (int i = 0; i < kThreadRows; ++i) {
-        if (!inside || i * step >= rows) continue;
-        const float scale = __fmul_rn(DecodeE4M3(staged[i * step * kLine]), global_scale);
+        if (!inside || i * kRowStep >= rows) continue;
+        const float scale = __fmul_rn(DecodeE4M3(staged[i * kRowStep * kLine]), global_scale);
         float2 v[kBlock / 2];
         DecodeE2M1x8(codes[i].x, &v[0]);
         DecodeE2M1x8(codes[i].y, &v[kBlock / 4]);
 #pragma unroll
         for (int j = 0; j < kBlock / 2; ++j) v[j] = Multiply(v[j], Pair(scale, scale));
         StoreBlock<kType>(
-            static_cast<uint8_t*>(args.x) + ((row0 + i * step) * args.k + column) * T::kSize, v,
+            static_cast<uint8_t*>(args.x) + ((row0 + i * kRowStep) * args.k + column) * T::kSize, v,
             args.k - column, wide);
       }
     }

@@ -27,6 +27,9 @@
 namespace nvfp4 {
 namespace {
 
+// Blocks of threads on a multiprocessor at once: 128 registers for a thread.
+constexpr int kResidentBlocks = 2;
+
 // What a kernel does to an output: bits. kAny: what the output says, in any kernel.
 enum Mode : int {
   kAbsent = 0,
@@ -56,16 +59,12 @@ struct OutputState {
   float block_factor;     // TensorScale::block_factor
 };
 
-// Twice, as a block of threads fills the next while the last ones still copy.
-struct Staged {
-  alignas(16) uint8_t rows[2][kScaleBytes];
-  alignas(16) uint8_t columns[2][kScaleBytes];
-};
-
 template <FloatType kType>
 struct Shared {
   OutputState rows, columns;
-  Staged scales;
+  // Of two tiles, as a block of threads fills the next while the last ones still copy; along rows,
+  // then along columns.
+  alignas(16) uint8_t scales[2][2][kScaleBytes];
   alignas(16) Tile<kType> tile;  // not there if only rows are wanted
 };
 
@@ -146,7 +145,7 @@ class Quantizer {
       const float encode = BlockEncode(scale, tensor);
       state.encode[scale] =
           kFolds && folds_ && out.stochastic ? __fmul_rn(encode, 0x1p-14f) : encode;
-      state.block_factor = tensor.block_factor;
+      if (scale == 0) state.block_factor = tensor.block_factor;
     }
     if (args_.key != nullptr) {
       random_.key[0] = Uniform(args_.key[2 * example]);
@@ -169,15 +168,17 @@ class Quantizer {
             (matrix_row * args_.k + column_ + row_place.block * kBlock) * T::kSize;
     random_row_ = matrix_of_example * args_.rows + row_;
     random_column_ = matrix_of_example * args_.k + column_;
+    row_block_ = static_cast<uint32_t>(column_ / kBlock) + row_place.block;
+    column_block_ = static_cast<uint32_t>(row_ / kBlock) + column_place.block;
     codes_stride_[0] = CodesStride(args_.k);
     codes_stride_[1] = CodesStride(args_.rows);
     if (WantsRows())
       row_codes_ = args_.along_rows.codes + matrix_row * codes_stride_[0] +
-                   (column_ / kBlock + row_place.block) * kBlockBytes;
+                   row_block_ * int64_t{kBlockBytes};
     if (WantsColumns())
       column_codes_ = args_.along_columns.codes +
                       (matrix * args_.k + column_ + column_place.row) * codes_stride_[1] +
-                      (row_ / kBlock + column_place.block) * kBlockBytes;
+                      column_block_ * int64_t{kBlockBytes};
     if (WantsRows())
       row_scales_ =
           args_.along_rows.scales + matrix * ScalesSize(args_.rows, args_.k) +
@@ -190,6 +191,7 @@ class Quantizer {
 
   NVFP4_DEVICE void Advance() {
     column_ += kTile;
+    row_block_ += kTileBlocksAcross;
     random_column_ += kTile;
     if (WantsRows()) {
       row_codes_ += kTileBlocksAcross * kBlockBytes;
@@ -214,7 +216,7 @@ class Quantizer {
   // The next tile.
   NVFP4_DEVICE void Load(typename T::RowBlock (&blocks)[kThreadRows]) {
     const BlockPlace at = RowPlace(0);
-    const int64_t step = (RowPlace(1).row - at.row) * args_.k * T::kSize;
+    const int64_t step = kRowStep * args_.k * T::kSize;
     if constexpr (kWhole) {
       const uint8_t* from = from_;
 #pragma unroll
@@ -273,32 +275,25 @@ class Quantizer {
       Columns<kColumns, kFolded>();
     }
     if (WantsColumns()) __syncthreads();
-    if (WantsRows()) StoreScales(row_scales_, shared_.scales.rows[buffer_], 0, args_.k, column_);
-    if (WantsColumns())
-      StoreScales(column_scales_, shared_.scales.columns[buffer_], kScaleLines, args_.rows, row_);
+    StoreScales();
   }
 
   NVFP4_DEVICE uint32_t Signs() const { return kWhole ? kHadamardSigns : args_.signs; }
 
-  // Codes of 16 values from their products with the encode factor. `line` of the quantized matrix
-  // is the i-th after first_line.
+  // Codes of 16 values from their products with the encode factor. In the quantized matrix they are
+  // in row first_row + row.
   template <int kMode, bool kFolded>
-  NVFP4_DEVICE uint2 Encode(float (&y)[kBlock], uint32_t stream, int64_t first_line, int i,
-                            int64_t block) const {
+  NVFP4_DEVICE uint2 Encode(float (&y)[kBlock], uint32_t stream, int64_t first_row, int row,
+                            uint32_t block) const {
     if constexpr (IsSet(kMode, kStochastic)) {
       if constexpr (!kFolded) {
 #pragma unroll
-        for (int j = 0; j < kBlock; ++j) y[j] = __fmul_rn(y[j], 0x1p-14f);
+        for (int i = 0; i < kBlock; ++i) y[i] = __fmul_rn(y[i], 0x1p-14f);
       }
-      uint32_t low, high;
-      if constexpr (kWhole) {  // first_line is a multiple of kTile
-        low = static_cast<uint32_t>(first_line) + i;
-        high = static_cast<uint32_t>(first_line >> 32);
-      } else {
-        low = static_cast<uint32_t>(first_line + i);
-        high = static_cast<uint32_t>((first_line + i) >> 32);
-      }
-      return EncodeStochastic(y, random_.At(low, high, static_cast<uint32_t>(block), stream));
+      // In whole tiles first_row is a multiple of kTile, and the sum has no carry.
+      const int64_t high = kWhole ? first_row : first_row + row;
+      return EncodeStochastic(y, random_.At(static_cast<uint32_t>(first_row) + row,
+                                            static_cast<uint32_t>(high >> 32), block, stream));
     } else {
       return make_uint2(EncodeE2M1x8({y[0], y[1], y[2], y[3], y[4], y[5], y[6], y[7]}),
                         EncodeE2M1x8({y[8], y[9], y[10], y[11], y[12], y[13], y[14], y[15]}));
@@ -328,14 +323,19 @@ class Quantizer {
       for (int i = 0; i < kThreadRows; ++i)
         scale[i] = kWhole || row_ + RowPlace(i).row < args_.rows ? amax : 0.0f;
     }
+#pragma unroll
+    for (int i = 0; i < kThreadRows; i += 2) {
+      const float2 two = Multiply(Pair(scale[i], scale[i + 1]), Pair(row_factor_, row_factor_));
+      scale[i] = two.x;
+      scale[i + 1] = two.y;
+    }
     const BlockPlace at = RowPlace(0);
-    uint8_t* staged = shared_.scales.rows[buffer_] + StagedOffset(at);
-    const int64_t block = column_ / kBlock + at.block;
+    uint8_t* staged = shared_.scales[buffer_][0] + StagedOffset(at);
     uint8_t* to = row_codes_;
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
-      const int step = RowPlace(i).row - at.row;
-      const uint32_t byte = EncodeScale(__fmul_rn(scale[i], row_factor_));
+      const int step = kRowStep * i;
+      const uint32_t byte = EncodeScale(scale[i]);
       const float encode = state.encode[byte];
       float2 v[kBlock / 2];
       if constexpr (IsSet(kMode, kHadamard)) {
@@ -354,14 +354,15 @@ class Quantizer {
         y[2 * j + 1] = p.y;
       }
       staged[step * kLine] = static_cast<uint8_t>(byte);
-      uint2 codes = Encode<kMode, kFolded>(y, kStreamRows, random_row_, at.row + step, block);
+      uint2 codes = Encode<kMode, kFolded>(y, kStreamRows, random_row_, at.row + step, row_block_);
       if constexpr (kWhole) {
         *reinterpret_cast<uint2*>(to) = codes;
-      } else if (row_ + at.row + step < args_.rows && block * kBlockBytes < codes_stride_[0]) {
-        if (block >= BlocksOf(args_.k)) codes = make_uint2(0, 0);
+      } else if (row_ + at.row + step < args_.rows &&
+                 row_block_ * int64_t{kBlockBytes} < codes_stride_[0]) {
+        if (row_block_ >= BlocksOf(args_.k)) codes = make_uint2(0, 0);
         *reinterpret_cast<uint2*>(to) = codes;
       }
-      to += (RowPlace(1).row - at.row) * codes_stride_[0];
+      to += kRowStep * codes_stride_[0];
     }
   }
 
@@ -371,9 +372,8 @@ class Quantizer {
     const OutputState& state = shared_.columns;
     const bool square = kColumns == kAny ? out.tile16 : IsSet(kMode, kTile16);
     const BlockPlace at = ColumnPlace();
-    const int64_t block = row_ / kBlock + at.block;
     const int64_t left = args_.k - column_ - at.row;  // columns from the first of this thread on
-    uint8_t* staged = shared_.scales.columns[buffer_] + StagedOffset(at);
+    uint8_t* staged = shared_.scales[buffer_][1] + StagedOffset(at);
     uint8_t* to = column_codes_;
     typename T::ColumnBlock words;
     if constexpr (T::kHalves) words = shared_.tile.LoadColumns(at, 0);
@@ -416,11 +416,12 @@ class Quantizer {
         for (int r = 0; r < kBlock; ++r) y[r] = half == 0 ? v[r].x : v[r].y;
         const int i = 2 * part + half;
         staged[i * kLine] = static_cast<uint8_t>(bytes[half]);
-        uint2 codes = Encode<kMode, kFolded>(y, kStreamColumns, random_column_, at.row + i, block);
+        uint2 codes =
+            Encode<kMode, kFolded>(y, kStreamColumns, random_column_, at.row + i, column_block_);
         if constexpr (kWhole) {
           *reinterpret_cast<uint2*>(to) = codes;
-        } else if (i < left && block * kBlockBytes < codes_stride_[1]) {
-          if (block >= BlocksOf(args_.rows)) codes = make_uint2(0, 0);
+        } else if (i < left && column_block_ * int64_t{kBlockBytes} < codes_stride_[1]) {
+          if (column_block_ >= BlocksOf(args_.rows)) codes = make_uint2(0, 0);
           *reinterpret_cast<uint2*>(to) = codes;
         }
         to += codes_stride_[1];
@@ -447,15 +448,19 @@ class Quantizer {
            at.block % kTileBlocks;
   }
 
-  // 64 threads each store the scale tiles of an output; along its last axis, k elements of which
-  // `column` are before this tile, one of them may lie past the end.
-  NVFP4_DEVICE void StoreScales(uint8_t* to, const uint8_t* staged, int first_thread, int64_t k,
-                                int64_t column) const {
-    const int line = static_cast<int>(threadIdx.x) - first_thread;
-    if (line < 0 || line >= kScaleLines) return;
-    if (!kWhole && column / kScaleTileColumns + line / (kTileBytes / kLine) >= TileColumns(k))
-      return;
-    reinterpret_cast<uint4*>(to)[line] = reinterpret_cast<const uint4*>(staged)[line];
+  // 64 threads for each output.
+  NVFP4_DEVICE void StoreScales() const {
+    const auto thread = static_cast<int>(threadIdx.x), line = thread % kScaleLines;
+    if (thread >= 2 * kScaleLines) return;
+    const bool columns = thread >= kScaleLines;
+    if (columns ? !WantsColumns() : !WantsRows()) return;
+    if constexpr (!kWhole) {
+      // The last scale tile may lie past the end.
+      const int64_t before = columns ? row_ : column_, k = columns ? args_.rows : args_.k;
+      if (before / kScaleTileColumns + line / (kTileBytes / kLine) >= TileColumns(k)) return;
+    }
+    reinterpret_cast<uint4*>(columns ? column_scales_ : row_scales_)[line] =
+        reinterpret_cast<const uint4*>(shared_.scales[buffer_])[thread];
   }
 
   const QuantizeArgs& args_;
@@ -463,6 +468,7 @@ class Quantizer {
   Shared<kType>& shared_;
   int64_t row_ = 0, column_ = 0;                // of the tile
   int64_t random_row_ = 0, random_column_ = 0;  // the same, counted through an example's matrices
+  uint32_t row_block_ = 0, column_block_ = 0;   // this thread's, in the quantized matrices
   int64_t codes_stride_[2] = {0, 0};            // along rows, along columns
   const uint8_t* from_ = nullptr;  // this thread's first block along rows, in the next tile
   uint32_t left_ = 0;              // tiles, with this one
@@ -477,7 +483,7 @@ class Quantizer {
 };
 
 template <FloatType kType, int kRows, int kColumns, bool kWhole>
-__global__ void __launch_bounds__(kTileThreads, kWhole ? 3 : 1)
+__global__ void __launch_bounds__(kTileThreads, kWhole ? kResidentBlocks : 1)
     QuantizeKernel(const __grid_constant__ QuantizeArgs args, const __grid_constant__ Grid grid) {
   Quantizer<kType, kRows, kColumns, kWhole>(args, grid).Run();
 }
@@ -533,6 +539,29 @@ Kernel KernelOf(const QuantizeArgs& args) {
   return nullptr;
 }
 
+// How many tiles a block of threads takes one after the other, of `across` in each of `bands`: what
+// ends first. Blocks run in turns of those that fit on the chip; what a block prepares takes about
+// as long as half a tile.
+int64_t TilesOfBlock(int64_t across, int64_t bands) {
+  constexpr int64_t kMostTiles = 8;
+  int device = 0, multiprocessors = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) !=
+          cudaSuccess)
+    return 1;  // the launch will say what is wrong
+  const int64_t resident = std::max(1, multiprocessors) * int64_t{kResidentBlocks};
+  int64_t best = 1, least = INT64_MAX;
+  for (int64_t tiles = 1; tiles <= kMostTiles; ++tiles) {
+    const int64_t turns = CeilDiv(CeilDiv(across, tiles) * bands, resident);
+    const int64_t cost = turns * (2 * tiles + 1);
+    if (cost < least) {
+      least = cost;
+      best = tiles;
+    }
+  }
+  return best;
+}
+
 }  // namespace
 
 CudaError QuantizeOnCuda(const QuantizeArgs& args, CudaStream stream) {
@@ -540,12 +569,10 @@ CudaError QuantizeOnCuda(const QuantizeArgs& args, CudaStream stream) {
   const Kernel kernel = KernelOf(args);
   const int64_t across = CeilDiv(args.k, kTile), down = CeilDiv(args.rows, kTile),
                 matrices = args.examples * args.batch;
-  // A block of threads shares its preparations, but every chip should have enough blocks.
-  constexpr int64_t kEnoughBlocks = 1024, kMostTiles = 8, kMostBlocks = 0x7FFFFFFF;
-  const int64_t tiles_of_block =
-      std::clamp<int64_t>(across * down * matrices / kEnoughBlocks, 1, kMostTiles);
+  const int64_t tiles_of_block = TilesOfBlock(across, down * matrices);
   const int64_t blocks_across = CeilDiv(across, tiles_of_block);
   // At least one: there are global scales even where there are no elements.
+  constexpr int64_t kMostBlocks = 0x7FFFFFFF;
   const int64_t blocks = std::max<int64_t>(1, blocks_across * down * matrices);
   if (blocks > kMostBlocks) return "quantize: x has more elements than one kernel can take";
   const Grid grid{Divider(blocks_across), Divider(down), Divider(args.batch),

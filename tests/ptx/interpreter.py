@@ -13,7 +13,6 @@ reach. What the interpreter does not know is an error too: instructions, modifie
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import re
 import struct
@@ -48,6 +47,7 @@ class Instruction:
     guard: str | None
     guard_inverted: bool
     text: str
+    position: int  # in the file, without comments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,22 +68,28 @@ class Kernel:
     labels: dict[str, int]
 
 
-def parse(text: str) -> dict[str, Kernel]:
-    """The kernels of a PTX file."""
-    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
+def without_comments(text: str) -> str:
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
+
+
+def parse(text: str, ending: str = "") -> dict[str, Kernel]:
+    """The kernels of a PTX file, or those of them whose names end so."""
+    text = without_comments(text)
     dynamic = re.findall(r"^\s*\.extern\s+\.shared\s[^;]*?(\w+)\[\]\s*;", text, re.M)
     shared = []
     for size in re.finditer(r"^\.(?:visible )?shared .align (\d+) .b8 (\w+)\[(\d+)\]", text, re.M):
         shared.append((int(size[1]), size[2], int(size[3])))
     kernels = {}
     for entry in re.finditer(r"\.entry\s+(\w+)\s*\(([^)]*)\)[^{;]*\{", text):
+        if not entry[1].endswith(ending):
+            continue
         end = entry.end()
         depth = 1
         while depth:
             depth += {"{": 1, "}": -1}.get(text[end], 0)
             end += 1
         kernels[entry[1]] = _Parser(entry[1], entry[2], shared, dynamic).parse(
-            text[entry.end() : end - 1]
+            text[: end - 1], entry.end()
         )
     return kernels
 
@@ -116,8 +122,7 @@ class _Parser:
         self.kernel.shared[name] = offset
         self.kernel.shared_bytes = offset + size
 
-    def parse(self, body: str) -> Kernel:
-        at = 0
+    def parse(self, body: str, at: int) -> Kernel:
         while at < len(body):
             char = body[at]
             if char.isspace() or char == ";":
@@ -133,13 +138,13 @@ class _Parser:
                 at = label.end()
             else:
                 end = body.index(";", at)
-                self.statement(" ".join(body[at:end].split()))
+                self.statement(" ".join(body[at:end].split()), at)
                 at = end + 1
         for name in self.dynamic:
             self.kernel.shared[name] = _align(self.kernel.shared_bytes, 1024)
         return self.kernel
 
-    def statement(self, text: str) -> None:
+    def statement(self, text: str, position: int) -> None:
         if match := re.fullmatch(r"\.reg \.(\w+) (.*)", text):
             for name in match[2].split(","):
                 name, _, count = name.strip().partition("<")
@@ -158,6 +163,7 @@ class _Parser:
                     self.resolve(match[2]) if match[2] else None,
                     match[1] == "!",
                     text,
+                    position,
                 )
             )
         else:
@@ -331,11 +337,11 @@ def _compare(how: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass
 class Result:
-    """What a launch did: instructions of warps; bytes and sectors of each global access."""
+    """What a launch did."""
 
     warp_instructions: int
-    opcodes: collections.Counter
-    sectors: dict[str, list[int]]  # of an instruction's text: [bytes used, sectors, bytes a thread]
+    executed: set[int]  # positions of instructions
+    sectors: dict[str, list[int]]  # of a global access: [bytes used, sectors, bytes of a thread]
 
 
 def launch(
@@ -368,7 +374,7 @@ class _Grid:
         # Who touched a byte since the block's last barrier: -1 nobody, -2 several.
         self.shared_writer, self.shared_reader = np.full((2, size), -1, np.int64)
         self.registers: dict[str, np.ndarray] = {}
-        self.result = Result(0, collections.Counter(), {})
+        self.result = Result(0, set(), {})
         self.mask = np.ones(self.n, bool)
         for buffer in memory.buffers:
             buffer.writer[:] = -1
@@ -440,7 +446,7 @@ class _Grid:
     def count(self, instruction: Instruction, here: np.ndarray) -> None:
         warps = len(np.unique(self.warps[here])) if not here.all() else self.n // WARP
         self.result.warp_instructions += warps
-        self.result.opcodes[".".join([instruction.name, *instruction.modifiers])] += warps
+        self.result.executed.add(instruction.position)
 
     # -- Operands
 
