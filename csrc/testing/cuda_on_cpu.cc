@@ -290,6 +290,7 @@ class Scheduler {
       now.warp_epoch = 0;
       now.fiber.Start(&Scheduler::Entry);
     }
+    Release(&begin_);
     std::vector<unsigned> order = Order(size_);
     while (alive_ > 0) {
       if (schedule == Schedule::kRandom) order = Order(size_);
@@ -375,6 +376,7 @@ class Scheduler {
   void Main() {
     Fiber::Arrived(nullptr, scheduler_);
     Quiet::now = false;
+    Acquire(&begin_);
     body_(launch_);
     const Quiet quiet;
     Release(&end_);
@@ -435,7 +437,7 @@ class Scheduler {
   unsigned size_ = 0, alive_ = 0, waiting_ = 0, current_ = kNobody;
   int votes_ = 0, result_ = 0;
   Where where_;
-  char end_ = 0;  // a token: the end of all threads
+  char begin_ = 0, end_ = 0;  // tokens: the begin and the end of all threads of a block
 };
 
 Scheduler scheduler;

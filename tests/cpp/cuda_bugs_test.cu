@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads) Kernel(Args args) {
   }
 
   if (args.bug == Bug::int_overflow) {
-    const int elements = args.rows * 2000000;
+    const int elements = args.rows * 3000000;
     y += static_cast<float>(elements > 0);
   }
   if (args.bug == Bug::shift_by_width) y += static_cast<float>(1u << args.shift);
