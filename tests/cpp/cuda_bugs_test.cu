@@ -89,8 +89,7 @@ __global__ void __launch_bounds__(kThreads) Kernel(Args args) {
   } else if (args.bug == Bug::uninitialised_dynamic_shared) {
     if (t != 7) shared.row[t] = x;
   } else {
-    shared.row[args.bug == Bug::shared_write_past_end ? t + (t == 0 ? 6 * args.shift : 0) : t] =
-        x;
+    shared.row[args.bug == Bug::shared_write_past_end ? t + (t == 0 ? 6 * args.shift : 0) : t] = x;
   }
   if (args.bug == Bug::two_writers) shared.row[t / 2] = 1.0f;
   if (args.bug == Bug::barrier_in_branch) {

@@ -23,8 +23,9 @@ import numpy as np
 WARP = 32
 SECTOR = 32
 U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
+PREDICATE = np.dtype(bool)
 TYPES = {
-    "pred": np.dtype(bool),
+    "pred": PREDICATE,
     **{f"{kind}{8 * size}": np.dtype(f"{'i' if kind == 's' else 'u'}{size}")
        for kind in "bus" for size in (1, 2, 4, 8)},
     "f32": np.dtype("f4"),
@@ -309,7 +310,9 @@ def _extreme(name: str, modifiers: tuple, values: list[np.ndarray], infinity: in
         if "NaN" in modifiers:
             result = np.where(nan_a | nan_b, nan_bits, result)
         else:
-            result = np.where(nan_a & nan_b, nan_bits, np.where(nan_a, b, np.where(nan_b, a, result)))
+            result = np.where(
+                nan_a & nan_b, nan_bits, np.where(nan_a, b, np.where(nan_b, a, result))
+            )
         result = (result | flip).astype(kind)
     return result
 
@@ -457,7 +460,7 @@ class _Grid:
             value = self.registers.get(operand)
             if value is None:
                 raise Error(f"{operand} was never written")
-            if dtype == bool or value.dtype == bool:
+            if PREDICATE in (dtype, value.dtype):
                 if dtype != value.dtype:
                     raise Error("a predicate is no number")
                 return value
@@ -467,7 +470,7 @@ class _Grid:
         value = self.constant(operand)
         if isinstance(value, np.ndarray):
             return value.astype(f"u{dtype.itemsize}").view(dtype)
-        if dtype == bool:
+        if dtype == PREDICATE:
             return np.full(self.n, bool(value))
         bits = value & (1 << 8 * dtype.itemsize) - 1
         return np.full(self.n, bits, f"u{dtype.itemsize}").view(dtype)
@@ -477,7 +480,9 @@ class _Grid:
             if operand == "%laneid":
                 return self.thread % WARP
             axis = "xyz".index(match[2])
-            sizes = (self.threads, 1, 1) if "tid" in match[1] and "cta" not in match[1] else self.grid
+            sizes = (
+                (self.threads, 1, 1) if "tid" in match[1] and "cta" not in match[1] else self.grid
+            )
             if match[1].startswith("n"):
                 return sizes[axis]
             index = self.thread if match[1] == "tid" else self.block
@@ -498,9 +503,9 @@ class _Grid:
         if register not in self.kernel.registers:
             raise Error(f"unknown register {register}")
         kind = TYPES[self.kernel.registers[register]]
-        if (kind == bool) != (value.dtype == bool):
+        if (kind == PREDICATE) != (value.dtype == PREDICATE):
             raise Error(f"a predicate is no number: {register}")
-        if kind != bool:
+        if kind != PREDICATE:
             if value.dtype.itemsize > kind.itemsize:
                 raise Error(f"{register} is too narrow")
             if value.dtype.itemsize < kind.itemsize and value.dtype.kind == "i":
@@ -689,7 +694,7 @@ class _Grid:
 
     def do_mov(self, m, o, _):
         kind = TYPES[m[0]]
-        unsigned = kind if kind == bool else np.dtype(f"u{kind.itemsize}")
+        unsigned = kind if kind == PREDICATE else np.dtype(f"u{kind.itemsize}")
         if isinstance(o[1], tuple):
             part = np.dtype(f"u{kind.itemsize // len(o[1])}")
             parts = [self.get(x, part) for x in o[1]]
@@ -781,7 +786,9 @@ class _Grid:
 
     def addresses(self, address: Address) -> np.ndarray:
         base = address.base
-        wide = TYPES[self.kernel.registers[base]].itemsize == 8 if base in self.kernel.registers else 0
+        wide = (
+            TYPES[self.kernel.registers[base]].itemsize == 8 if base in self.kernel.registers else 0
+        )
         return self.get(base, U64 if wide else U32).astype(np.int64) + address.offset
 
     def access(self, space, address, size, write, instruction, atomic=False):
@@ -807,9 +814,8 @@ class _Grid:
             if buffer is None or (where[some] + size > buffer.address + buffer.data.size).any():
                 raise Error("an access outside of all buffers")
             index = (where[some] - buffer.address)[:, None] + span
-            if not write or atomic:
-                if not buffer.written[index].all():
-                    raise Error(f"a read of what was never written, in {buffer.name}")
+            if (not write or atomic) and not buffer.written[index].all():
+                raise Error(f"a read of what was never written, in {buffer.name}")
             if not atomic:
                 self.check_global(buffer, index, some, write)
             if write:
@@ -862,7 +868,9 @@ class _Grid:
             for i, thread in enumerate(on):
                 at = index[i, 0] // 4
                 old[thread] = words[at]
-                words[at] = max(words[at], value[thread]) if m[1] == "max" else words[at] + value[thread]
+                words[at] = (
+                    max(words[at], value[thread]) if m[1] == "max" else words[at] + value[thread]
+                )
         self.set(o[0], old)
 
     def do_red(self, m, o, instruction):
