@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "cpu/parallel.h"
+#include "cuda/stream.h"
 #include "ops/types.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -72,6 +73,15 @@ inline ffi::ErrorOr<Matrices> MatricesOf(const char* op, const ffi::AnyBuffer& x
                    ToString(shape));
   return Matrices{*type, Product(shape, 0, example_ndim), Product(shape, example_ndim, ndim - 2),
                   shape[ndim - 2], shape[ndim - 1]};
+}
+
+// What a handler returns when its kernel has been enqueued, or could not be.
+inline ffi::Error ErrorOf(const char* op, const ffi::AnyBuffer& x, CudaError error) {
+  if (error == nullptr) return ffi::Error::Success();
+  const auto type = FloatTypeOf(x.element_type());
+  return ffi::Error::Internal(std::string(op) + ": no kernel was enqueued for x of type " +
+                              (type ? Name(*type) : "unknown") + " and shape " +
+                              ToString(x.dimensions()) + ": " + error);
 }
 
 // Takes the buffers that a handler's attributes say there are from XLA's lists, checking type and

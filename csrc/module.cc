@@ -30,6 +30,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(MatmulCudaInitialize);
 
 namespace {
 
+using Finder = nb::typed<nb::callable, std::vector<std::string>()>;
 using Stages = std::map<std::string, nb::capsule>;
 using Targets = std::map<std::string, Stages>;
 
@@ -65,7 +66,7 @@ void LoadLibrary(const std::string& path) {
 }
 
 // The finder lives as long as the process: when it could be given up, the interpreter may be gone.
-void SetFinder(nb::callable finder) {
+void SetFinder(Finder finder) {
   PyObject* const object = finder.release().ptr();
   SetCublasLtFinder([object] {
     const nb::gil_scoped_acquire python;
@@ -82,7 +83,7 @@ void LoadLibrary(const std::string&) {
   throw nb::import_error("load_cublaslt: this build of jax_nvfp4_ops has no CUDA backend");
 }
 
-void SetFinder(nb::callable) {}  // nobody asks it
+void SetFinder(Finder) {}  // nobody asks it
 #endif
 
 std::vector<std::string> InstructionSets() {

@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 BIN = VENV / "bin"
 OLDEST_PYTHON = (3, 11)
-EXTRAS = ("examples", "test", "dev")
+EXTRAS = ("examples", "test", "test-cuda", "dev")
 CPP_SUFFIXES = {".cc", ".h", ".cu", ".cuh"}
 
 

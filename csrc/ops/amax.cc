@@ -42,6 +42,15 @@ ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffe
   return ffi::Error::Success();
 }
 
+#if defined(NVFP4_CUDA)
+ffi::Error Cuda(CudaStream stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> amax,
+                int64_t example_ndim, int64_t outputs, int64_t signs) {
+  const auto args = Check(x, *amax, example_ndim, outputs, signs);
+  if (args.has_error()) return args.error();
+  return ErrorOf("nvfp4_amax", x, AmaxOnCuda(*args, stream));
+}
+#endif
+
 template <typename Binding>
 auto Signature(Binding binding) {
   return std::move(binding)
@@ -56,5 +65,10 @@ auto Signature(Binding binding) {
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(AmaxCpu, Cpu, Signature(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+#if defined(NVFP4_CUDA)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AmaxCuda, Cuda,
+                              Signature(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CudaStream>>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+#endif
 
 }  // namespace nvfp4

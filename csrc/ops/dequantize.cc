@@ -43,6 +43,15 @@ ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer scales
   return ffi::Error::Success();
 }
 
+#if defined(NVFP4_CUDA)
+ffi::Error Cuda(CudaStream stream, ffi::AnyBuffer codes, ffi::AnyBuffer scales,
+                ffi::AnyBuffer global_scale, ffi::Result<ffi::AnyBuffer> x) {
+  const auto args = Check(codes, scales, global_scale, *x);
+  if (args.has_error()) return args.error();
+  return ErrorOf("nvfp4_dequantize", *x, DequantizeOnCuda(*args, stream));
+}
+#endif
+
 template <typename Binding>
 auto Signature(Binding binding) {
   return std::move(binding)
@@ -56,5 +65,10 @@ auto Signature(Binding binding) {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeCpu, Cpu,
                               Signature(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+#if defined(NVFP4_CUDA)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeCuda, Cuda,
+                              Signature(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CudaStream>>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+#endif
 
 }  // namespace nvfp4

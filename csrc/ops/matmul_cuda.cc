@@ -38,18 +38,6 @@ const void* At(const void* p, int64_t bytes) {
   return p == nullptr ? nullptr : static_cast<const uint8_t*>(p) + bytes;
 }
 
-const char* Name(FloatType type) {
-  switch (type) {
-    case FloatType::kF32:
-      return "f32";
-    case FloatType::kBf16:
-      return "bf16";
-    case FloatType::kF16:
-      return "f16";
-  }
-  return "";
-}
-
 DataType DataTypeOf(FloatType type) {
   switch (type) {
     case FloatType::kF32:

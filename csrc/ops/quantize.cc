@@ -79,6 +79,16 @@ ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer amax,
   return ffi::Error::Success();
 }
 
+#if defined(NVFP4_CUDA)
+ffi::Error Cuda(CudaStream stream, ffi::AnyBuffer x, ffi::AnyBuffer amax,
+                ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t rows,
+                int64_t columns, int64_t signs) {
+  const auto args = Check(x, amax, operands, results, rows, columns, signs);
+  if (args.has_error()) return args.error();
+  return ErrorOf("nvfp4_quantize", x, QuantizeOnCuda(*args, stream));
+}
+#endif
+
 template <typename Binding>
 auto Signature(Binding binding) {
   return std::move(binding)
@@ -94,5 +104,10 @@ auto Signature(Binding binding) {
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeCpu, Cpu, Signature(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+#if defined(NVFP4_CUDA)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeCuda, Cuda,
+                              Signature(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CudaStream>>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+#endif
 
 }  // namespace nvfp4

@@ -7,6 +7,10 @@ namespace nvfp4 {
 
 enum class FloatType : uint8_t { kF32, kBf16, kF16 };
 
+inline const char* Name(FloatType type) {
+  return type == FloatType::kF32 ? "f32" : type == FloatType::kBf16 ? "bf16" : "f16";
+}
+
 inline int64_t SizeOf(FloatType type) { return type == FloatType::kF32 ? 4 : 2; }
 
 }  // namespace nvfp4

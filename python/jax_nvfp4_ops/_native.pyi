@@ -22,7 +22,7 @@ def select_instruction_set(name: str) -> str:
     """
     Makes the CPU backend of this process use an instruction set, and returns the name of the one before. All give the same bits.
     """
-def set_cublaslt_finder(finder: collections.abc.Callable) -> None:
+def set_cublaslt_finder(finder: collections.abc.Callable[[], collections.abc.Sequence[str]]) -> None:
     """
     Sets what lists the paths of cuBLASLt to try, best first, when matmul first runs on CUDA.
     """
