@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
-import functools
 import importlib
 import json
 import os
@@ -23,15 +22,11 @@ import jax_nvfp4_ops as nvfp4
 import native
 import numpy as np
 import pytest
+from cuda_on_cpu import CUDA_FLAGS, build_library, lowered_for_cuda, register
 from helpers import DTYPES, assert_same_bits, normal
 from jax_nvfp4_ops import _cuda
-from jax_nvfp4_ops._compat import mlir
 from test_dequantize import random_quantized
 
-CSRC = native.ROOT / "csrc"
-matmul_module = importlib.import_module(
-    "jax_nvfp4_ops.matmul"
-)  # the package's attribute is the function
 TARGET = "nvfp4_matmul_cuda_on_cpu"
 FP4, BF16, F16, F32 = 33, 14, 2, 0  # cuBLASLt's types
 ERRORS = {"NOT_INITIALIZED": 1, "ALLOC_FAILED": 3, "NOT_SUPPORTED": 15, "INTERNAL_ERROR": 14}
@@ -47,40 +42,18 @@ def real_cublaslt() -> str:
     pytest.skip("nvidia-cublas is not installed")
 
 
-def build_library(folder: pathlib.Path, name: str, sources, flags) -> pathlib.Path:
-    library = folder / f"lib{name}.so"
-    with native._lock(library.with_suffix(".lock")):
-        if not library.exists():
-            compiler = os.environ.get("CXX", "g++")
-            common = ["-O2", "-g1", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-ffp-contract=off"]
-            warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-            inputs = ["-x", "c++", *map(str, sources), "-x", "none", "-ldl"]
-            to = ["-Wl,--no-undefined", "-o", str(library)]
-            native._run([compiler, *common, *warnings, *flags, f"-I{CSRC}", *inputs, *to])
-    return library
-
-
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory):
     os.environ["NVFP4_REAL_CUBLASLT"] = real_cublaslt()
     folder = native.shared_folder(tmp_path_factory, "cublaslt")
     double = build_library(
-        folder, "cublaslt_double", [CSRC / "testing/cublaslt_double.cc"], ["-std=c++17"]
+        folder, "cublaslt_double", ["testing/cublaslt_double.cc"], ["-std=c++17"]
     )
     sources = [
-        CSRC / "testing/matmul_cuda_on_cpu.cc",
-        CSRC / "ops/matmul_cuda.cc",
-        CSRC / "ops/matmul_cuda.cu",
-        CSRC / "cuda/gemm.cc",
-        CSRC / "cuda/cublaslt.cc",
+        "testing/matmul_cuda_on_cpu.cc",
+        *("ops/matmul_cuda.cc", "ops/matmul_cuda.cu", "cuda/gemm.cc", "cuda/cublaslt.cc"),
     ]
-    flags = [
-        "-std=c++20",
-        "-DNVFP4_CUDA",
-        f"-I{CSRC}/testing/cuda_headers",
-        f"-isystem{jax.ffi.include_dir()}",
-    ]
-    runtime = ctypes.CDLL(str(build_library(folder, "matmul_cuda_on_cpu", sources, flags)))
+    runtime = ctypes.CDLL(str(build_library(folder, "matmul_cuda_on_cpu", sources, CUDA_FLAGS)))
     runtime.Load.restype = ctypes.c_char_p
     runtime.RuntimeKernels.restype = runtime.RuntimeCalls.restype = ctypes.c_int64
     runtime.RuntimeFail.argtypes = [ctypes.c_int64]
@@ -88,13 +61,8 @@ def libraries(tmp_path_factory):
     loaded.DoubleLive.restype = ctypes.c_int64
     loaded.DoubleRequests.restype = ctypes.c_char_p
     loaded.DoubleVersion.argtypes = [ctypes.c_size_t]
-    for name, handler in (
-        (TARGET, "MatmulCudaOnCpu"),
-        (TARGET + "_init", "MatmulCudaInitializeOnCpu"),
-    ):
-        jax.ffi.register_ffi_target(
-            name, jax.ffi.pycapsule(getattr(runtime, handler)), platform="cpu"
-        )
+    register(TARGET, runtime, "MatmulCudaOnCpu")
+    register(TARGET + "_init", runtime, "MatmulCudaInitializeOnCpu")
     return double, loaded, runtime
 
 
@@ -106,21 +74,10 @@ class Cuda:
 
     def run(self, f, *args, target=TARGET, device=None):
         """f under jax.jit, with matmul lowered as for CUDA, to the handlers on the CPU."""
-        lowered = matmul_module._TARGET
-        matmul_module._TARGET = target
-        self._lower("cuda")
-        try:
-            device = device or jax.devices()[0]
+        device = device or jax.devices()[0]
+        with lowered_for_cuda({"matmul": target}):
             program = jax.jit(lambda *a: f(*a)).lower(*jax.device_put(args, device)).compile()
-        finally:
-            matmul_module._TARGET = lowered
-            self._lower("cpu")
         return jax.block_until_ready(program(*jax.device_put(args, device)))
-
-    def _lower(self, platform):
-        call = functools.partial(matmul_module._call, platform=platform)
-        rule = mlir.lower_fun(call, multiple_results=True)
-        mlir.register_lowering(matmul_module.matmul_p, rule, platform="cpu")
 
     def calls(self, name):
         return self.double.DoubleCalls(f"cublasLt{name}".encode())
@@ -375,14 +332,9 @@ def test_devices_have_handles_and_plans_of_their_own(cuda):
 def test_threads_share_plans(cuda):
     a, b = operands(48, 64, 128)
     want = nvfp4.matmul(a, b, out_dtype=jnp.bfloat16)
-    cuda._lower("cuda")
-    matmul_module._TARGET, target = TARGET, matmul_module._TARGET
-    try:
+    with lowered_for_cuda({"matmul": TARGET}):
         f = jax.jit(lambda a, b: [nvfp4.matmul(a, b, out_dtype=jnp.bfloat16) for _ in range(8)])
         program = f.lower(a, b).compile()
-    finally:
-        matmul_module._TARGET = target
-        cuda._lower("cpu")
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for results in pool.map(lambda _: program(a, b), range(32)):
             for got in results:

@@ -22,15 +22,18 @@ def parts(op: str) -> list[tuple[str, str]]:
     """(file, what must be in it) of everything that an op consists of."""
     name = "".join(word.capitalize() for word in op.split("_"))
     return [
-        # Five files of its own...
+        # Six files of its own...
         (f"csrc/ops/{op}.h", f"void {name}OnCpu("),
+        (f"csrc/ops/{op}_cuda.cu", "__global__ void"),
         (f"csrc/ops/{op}.cc", f"XLA_FFI_DEFINE_HANDLER_SYMBOL({name}Cpu,"),
+        (f"csrc/ops/{op}.cc", f"XLA_FFI_DEFINE_HANDLER_SYMBOL({name}Cuda,"),
         (f"csrc/ops/{op}_cpu.cc", f"void {name}OnCpu("),
         (f"python/jax_nvfp4_ops/{op}.py", f"{op}_p = _primitive.define("),
         (f"tests/test_{op}.py", "def test_"),
         # ...and a line in each of these.
         ("csrc/module.cc", f"XLA_FFI_DECLARE_HANDLER_SYMBOL({name}Cpu);"),
         ("csrc/module.cc", f'{{"nvfp4_{op}_v1", Execute({name}Cpu)}}'),
+        ("csrc/module.cc", f"XLA_FFI_DECLARE_HANDLER_SYMBOL({name}Cuda);"),
         ("docs/architecture.md", f"| `{op}` |"),
     ]
 
@@ -65,8 +68,8 @@ def test_every_file_of_csrc_ops_belongs_to_a_listed_op():
 
 def test_every_source_file_is_compiled():
     cmake = read("CMakeLists.txt")
-    for path in (ROOT / "csrc/cpu").glob("*.cc"):
-        assert f"csrc/cpu/{path.name}" in cmake, "CMakeLists.txt lists every file"
+    for path in [*(ROOT / "csrc/cpu").glob("*.cc"), *(ROOT / "csrc/cuda").glob("*.cc")]:
+        assert f"{path.relative_to(ROOT)}" in cmake, "CMakeLists.txt lists every file"
 
 
 def test_every_target_belongs_to_a_listed_op():
