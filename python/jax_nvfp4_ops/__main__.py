@@ -1,0 +1,34 @@
+"""The command line: `python -m jax_nvfp4_ops bench` and `python -m jax_nvfp4_ops doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def main() -> int:
+    """Runs the command that the arguments name; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_nvfp4_ops",
+        description="NVFP4 operations for JAX: what to run from a shell.",
+        epilog="`python -m jax_nvfp4_ops COMMAND --help` says more.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, text in (
+        ("bench", "measure this package against JAX and TransformerEngine"),
+        ("doctor", "say what is installed, what each device will do, and whether it works"),
+    ):
+        commands.add_parser(name, help=text, add_help=False)
+    words = sys.argv[1:]
+    options = parser.parse_args(words[:1])
+    if options.command == "doctor":
+        from jax_nvfp4_ops import doctor
+
+        return doctor.main(words[1:])
+    from jax_nvfp4_ops.bench import cli
+
+    return cli.main(words[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
