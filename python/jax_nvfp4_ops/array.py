@@ -159,11 +159,14 @@ class NVFP4Array:
         )
         if transformed:
             return y
-        blocks = (
-            y.reshape(*y.shape[:-1], y.shape[-1] // layout.BLOCK, layout.BLOCK)
-            @ _inverse_hadamard()
+        blocks = jnp.matmul(
+            y.reshape(*y.shape[:-1], y.shape[-1] // layout.BLOCK, layout.BLOCK),
+            _inverse_hadamard(),
+            precision=jax.lax.Precision.HIGHEST,  # GPUs would round to TF32
         )
-        return blocks.reshape(y.shape)[..., : self.k].astype(dtype)
+        x = blocks.reshape(y.shape)[..., : self.k].astype(dtype)
+        # Without it XLA drops this rounding where the caller casts back to float32.
+        return jax.lax.optimization_barrier(x)
 
     def astype(self, dtype: Any) -> jax.Array:
         """The same as `dequantize(dtype)`."""

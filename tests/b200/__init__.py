@@ -1,0 +1,1 @@
+"""Compiles JAX programs for a B200 without one, and counts what would run on it."""

@@ -1,0 +1,287 @@
+"""What whole steps launch and move on a B200, as XLA compiles them, without one.
+
+tests/b200/ compiles for the chip and reads XLA's output; nothing runs. The first tests compare what it
+says with figures worked out by hand. docs/b200.md has the method and the figures.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import jax_nvfp4_ops as nvfp4
+import pytest
+from b200 import audit, plugin, programs
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+KEY = programs.KEY
+M = 8192  # tokens
+NVFP4 = programs.LINEARS["nvfp4"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugin():
+    try:
+        plugin.load()
+    except plugin.UnavailableError as reason:
+        if os.environ.get("NVFP4_REQUIRE_B200") == "1":
+            pytest.fail(f"{reason}, and NVFP4_REQUIRE_B200=1")
+        pytest.skip(str(reason))
+
+
+def spec(*shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+# ---- The audit itself.
+
+
+def test_audit_of_a_product():
+    x, w = spec(1024, 2048), spec(2048, 512)
+    report = audit.audit(jnp.dot, x, w)
+    (kernel,) = report.kernels
+    assert (kernel.launches, kernel.times, kernel.graphed) == (1, 1, False)
+    assert kernel.read == 2 * (1024 * 2048 + 2048 * 512)
+    assert kernel.written == 2 * 1024 * 512  # and not the workspace
+    assert (kernel.flops, kernel.precision) == (2 * 1024 * 2048 * 512, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("function", "read", "written"),
+    [
+        (lambda x: jnp.tanh(x) + x, 4, 4),
+        (lambda x: (x + 1, x.astype(F32)), 4, 12),
+        (lambda x: x[:256] * 2, 1, 1),
+        (lambda x: jnp.max(x, axis=1), 4, 0),
+    ],
+)
+def test_audit_of_bytes(function, read, written):
+    report = audit.audit(function, spec(1024, 2048))
+    small = 1 << 15  # partial and final results of the reduction
+    assert abs(report._total(lambda k: k.read) - (read << 20)) <= small
+    assert abs(report._total(lambda k: k.written) - (written << 20)) <= small
+
+
+def test_audit_of_a_scan():
+    """Bodies count as often as they run, and touch one slice of a stacked array."""
+
+    def function(x, ws):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+    report = audit.audit(function, spec(1024, 1024), spec(6, 1024, 1024))
+    assert report.calls("__cublas") == 6
+    assert [k.times for k in report.kernels if k.flops] == [6]
+    # A product and its tanh, and a copy of the slice where XLA makes one.
+    one = 2 * 1024 * 1024
+    assert 6 * 5 * one <= report.bytes <= (6 * 7 + 2) * one + 1024
+
+
+def test_audit_of_moves_and_donation():
+    x = spec(1024, 2048)
+    (move,) = audit.audit(lambda x: x.T, x).moves
+    assert move.read == move.written == 2 * 1024 * 2048
+    assert audit.audit(lambda x: x + 1, x).moves == []
+    assert audit.audit(lambda x: x + 1, x).aliased == 0
+    assert audit.audit(lambda x: x + 1, x, donate=(0,)).aliased == 2 * 1024 * 2048
+
+
+def test_audit_of_command_buffers():
+    def chain(x):
+        for _ in range(8):
+            x = jnp.cumsum(x @ x, 0)
+        return x
+
+    assert audit.audit(chain, spec(256, 256)).outside_graphs == []
+    assert len(audit.audit(lambda x: x + 1, spec(256, 256)).outside_graphs) == 1  # too short
+
+
+def test_audit_of_collectives():
+    mesh = plugin.mesh(8)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    x = jax.ShapeDtypeStruct((8192, 64), jnp.uint8, sharding=sharding)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    gather = jax.jit(lambda x: x, out_shardings=whole)
+    assert audit.audit(gather, x, devices=8).collectives == {"all-gather": 8192 * 64}
+
+
+# ---- One linear layer.
+
+# K, N, and MiB of temporaries forward, and forward and backward.
+SHAPES = [
+    (4096, 4096, 59, 74),
+    (4096, 14336, 82, 145),
+    (14336, 4096, 127, 109),
+    (8192, 28672, 194, 384),
+]
+AMAX, QUANTIZE, MATMUL = "nvfp4_amax_v1", "nvfp4_quantize_v1", "nvfp4_matmul_v1"
+
+
+def kernels_of(report):
+    return sorted(" ".join(sorted(k.ops)) for k in report.kernels for _ in range(k.launches))
+
+
+@pytest.mark.parametrize(("k", "n", "temporaries", "_"), SHAPES)
+def test_linear_forward(k, n, temporaries, _):
+    report = audit.audit(*programs.forward(NVFP4, M, k, n))
+    # multiply: of the two global scales.
+    assert kernels_of(report) == sorted([AMAX, QUANTIZE] * 2 + ["multiply", MATMUL])
+    # x and w are read twice and written once along K; the product reads that and writes y.
+    assert report.bytes <= 1.005 * (2 * (2 + 2 + 2 * 0.5625) / 2 * (M * k + k * n) + 2 * M * n)
+    assert report.outside_graphs == []
+    assert report.temporaries <= 1.05 * temporaries * 2**20
+
+
+@pytest.mark.parametrize(("k", "n", "_", "temporaries"), SHAPES)
+def test_linear_forward_and_backward(k, n, _, temporaries):
+    report = audit.audit(*programs.forward_backward(NVFP4, M, k, n))
+    assert kernels_of(report) == sorted([AMAX, QUANTIZE, MATMUL] * 3 + ["multiply"])
+    # Of each of x, w, g: two reads, codes and scales (0.5625 bytes) written along both axes and read once,
+    # and one result of that shape.
+    assert report.bytes <= 1.005 * (2 + 2 + 4 * 0.5625 + 2) * (M * k + k * n + M * n)
+    assert report.outside_graphs == []
+    assert report.temporaries <= 1.05 * temporaries * 2**20
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "x", "w"),
+    [
+        ("btd,df->btf", (2, 256, 512), (512, 768)),
+        ("btd,fd->btf", (2, 256, 512), (768, 512)),  # a transposed kernel, an embedding
+        ("btd,dhk->bthk", (2, 256, 512), (512, 6, 128)),
+        ("bthk,hkd->btd", (2, 256, 6, 128), (6, 128, 512)),
+        ("dt,df->tf", (512, 256), (512, 768)),
+        ("ecd,edf->ecf", (4, 256, 512), (4, 512, 768)),  # experts
+        ("md,df->mf", (33, 80), (80, 24)),
+        ("md,df->mf", (5, 17), (17, 3)),
+    ],
+)
+def test_no_layout_is_moved_in_memory(subscripts, x, w):
+    y = jax.eval_shape(lambda x, w: jnp.einsum(subscripts, x, w), spec(*x), spec(*w))
+
+    def step(x, w, key, g):
+        _, pullback = jax.vjp(lambda x, w: nvfp4.einsum(subscripts, x, w, key=key), x, w)
+        return pullback(g)
+
+    report = audit.audit(step, spec(*x), spec(*w), KEY, spec(*y.shape))
+    assert kernels_of(report) == sorted([AMAX, QUANTIZE] * 3 + [MATMUL] * 2)
+
+
+def test_accumulation_is_in_place():
+    def step(accumulator, x, w):
+        return nvfp4.matmul(x, w, out_dtype=F32, accumulate=accumulator)
+
+    x, w = (
+        jax.eval_shape(lambda x: nvfp4.quantize(x), spec(rows, 512, dtype=F32))
+        for rows in (256, 384)
+    )
+    report = audit.audit(step, spec(256, 384, dtype=F32), x, w, donate=(0,))
+    assert kernels_of(report) == sorted([MATMUL, "multiply"])
+    assert report.aliased == 4 * 256 * 384
+
+
+# ---- Whole steps.
+
+
+def test_scan():
+    """Launches and bytes of four layers, whose quantized x and w are kept, nothing quantized again."""
+    step, ws, x, key = programs.scan_step(NVFP4, 4, M, 4096)
+    report = audit.audit(step, ws, x, key, donate=(0, 1))
+    # jax 0.10 copies slices of stacked arrays; later ones read and write them in place.
+    old = jax.__version_info__ < (0, 11)
+    assert report.launches <= (151 if old else 115)
+    assert report.bytes <= (8.35e9 if old else 7.46e9)
+    assert report.aliased == 2 * (ws.size + x.size)
+    assert [report.calls(f) for f in (AMAX, QUANTIZE, MATMUL)] == [12, 12, 12]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    step, *arguments = programs.llama_step(NVFP4)
+    return audit.audit(step, *arguments, donate=(0, 1, 2)), arguments
+
+
+def test_llama(llama):
+    report, (parameters, *_) = llama
+    # 7 linear layers in each of 2: w once each; x once for q, k and v, for o, for gate and up, and for down;
+    # g for each.
+    assert report.calls(QUANTIZE) == report.calls(AMAX) == 2 * (7 + 4 + 7)
+    assert report.calls(MATMUL) == 2 * 7 * 3
+    assert report.temporaries <= 4.4e9
+    assert report.bytes <= 58.4e9
+    assert report.launches <= 232
+    assert report.aliased == 3 * 4 * sum(p.size for p in jax.tree.leaves(parameters))
+    # XLA's graphs end where the embedding is gathered and scattered, if anywhere.
+    assert not any("nvfp4" in op for k in report.outside_graphs for op in k.ops)
+
+
+# ---- Hazard 28: jit equals eager.
+
+
+def differs_with_excess_precision(function, *arguments):
+    """Whether XLA drops a rounding from the function when it may."""
+    texts = []
+    for allowed in (True, False):
+        options = {"xla_allow_excess_precision": allowed}
+        text = audit.audit(function, *arguments, options=options).text
+        # From the first computation on, without source positions and what the backend chose.
+        text = text[re.search(r"^(ENTRY )?%\S+ \(", text, re.MULTILINE).start() :]
+        texts.append(re.sub(r", (metadata|backend_config)=\{.*", "", text))
+    return texts[0] != texts[1]
+
+
+def test_xla_drops_roundings_if_it_may():
+    for dtype in (BF16, jnp.float4_e2m1fn):
+        assert differs_with_excess_precision(
+            lambda x: x.astype(dtype).astype(F32) * 2,  # noqa: B023
+            spec(256, 128, dtype=F32),
+        )
+
+
+@pytest.mark.parametrize("recipe", nvfp4.recipes.PRESETS)
+@pytest.mark.parametrize(
+    "dtypes", [(BF16, BF16, BF16), (F32, F32, F32), (BF16, F32, F32), (F32, BF16, BF16)]
+)
+def test_28_no_rounding_is_dropped_from_a_product(recipe, dtypes):
+    x_dtype, w_dtype, out_dtype = dtypes
+
+    def step(x, w, key, g, bias, accumulate):
+        def f(x, w):
+            return nvfp4.matmul(
+                x,
+                w,
+                bias=bias,
+                accumulate=accumulate,
+                out_dtype=out_dtype,
+                key=key,
+                recipe=nvfp4.recipes.PRESETS[recipe],
+            )
+
+        y, pullback = jax.vjp(f, x.astype(x_dtype), w.astype(w_dtype))
+        return y, pullback(g.astype(out_dtype))
+
+    wide = [(256, 128), (128, 384), (256, 384), (384,), (256, 384)]
+    x, w, g, bias, accumulate = (spec(*s, dtype=F32) for s in wide)
+    assert not differs_with_excess_precision(step, x, w, KEY, g, bias, accumulate)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: nvfp4.quantize(x.astype(BF16), axis=(-1, -2)),
+        lambda x: nvfp4.quantize(x.astype(BF16), amax=jnp.max(jnp.abs(x.astype(BF16)))),
+        lambda x: nvfp4.fake_quantize(x.astype(BF16), hadamard=True).astype(F32) * 2,
+        lambda x: nvfp4.quantize(x.astype(BF16)).dequantize().astype(F32) * 2,
+        lambda x: nvfp4.quantize(x).statistics(),
+    ],
+    ids=["quantize", "amax", "fake_quantize", "dequantize", "statistics"],
+)
+def test_28_no_rounding_is_dropped_from_an_op(function):
+    assert not differs_with_excess_precision(function, spec(256, 128, dtype=F32))
+
+
+def test_the_hadamard_transform_back_is_not_rounded_to_tf32():
+    q = jax.eval_shape(lambda x: nvfp4.quantize(x, hadamard=True), spec(256, 128, dtype=F32))
+    text = audit.audit(lambda q: q.dequantize(), q).text
+    assert re.search(r'"operand_precision":\["HIGHEST","HIGHEST"\]', text), text
