@@ -100,14 +100,13 @@ def linear_layers(kind: str) -> Linear:
 
 def init_params(size: Size, key: jax.Array) -> Params:
     d, n = size.width, size.layers
-    keys = iter(jax.random.split(key, 3 + 4 * n))
+    keys = iter(jax.random.split(key, 2 + 4 * n))
 
     def normal(shape: tuple[int, ...], scale: float) -> jax.Array:
         return scale * jax.random.normal(next(keys), shape)
 
     return {
-        "embedding": normal((VOCABULARY, d), 0.02),
-        "position": normal((size.context, d), 0.02),
+        "embedding": normal((VOCABULARY, d), 0.7),  # as large as what the blocks add, or it drowns
         "head": normal((d, VOCABULARY), d**-0.5),
         "norm": jnp.ones(d),
         "layers": [
@@ -128,10 +127,21 @@ def rms_norm(x: jax.Array, gain: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain
 
 
+def rotate(x: jax.Array) -> jax.Array:
+    """Rotary positions: pairs of channels of x[B, T, heads, width], each turned by the token's position."""
+    half = x.shape[-1] // 2
+    speed = 1000.0 ** (-np.arange(half) / half)
+    angle = np.outer(np.arange(x.shape[1]), speed)[:, None].astype(np.float32)
+    a, b = x[..., :half], x[..., half:]
+    turned = a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)
+    return jnp.concatenate(turned, -1)
+
+
 def attention(qkv: jax.Array, heads: int) -> jax.Array:
     """Causal attention in float32; qkv[B, T, 3 * width]."""
     b, t, _ = qkv.shape
     q, k, v = (x.reshape(b, t, heads, -1) for x in jnp.split(qkv, 3, -1))
+    q, k = rotate(q), rotate(k)
     scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
     scores = jnp.where(np.tril(np.ones((t, t), bool)), scores, -jnp.inf)
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v).reshape(b, t, -1)
@@ -146,7 +156,7 @@ def forward(
     probe: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Logits[B, T, 256]; and the input of the last block's first MLP layer, to whose result `probe` is added."""
-    x = params["embedding"][tokens] + params["position"][: tokens.shape[1]]
+    x = params["embedding"][tokens]
     for i, p in enumerate(params["layers"]):
         keys = jax.random.split(jax.random.fold_in(key, i), 4)
         h = attention(linear(rms_norm(x, p["norm1"]), p["qkv"], keys[0]), size.heads)
@@ -267,7 +277,7 @@ class Run:
     def load(self, path: pathlib.Path) -> None:
         """Replaces everything by what the file holds, if that is the same experiment."""
         try:
-            with np.load(path) as file:
+            with path.open("rb") as opened, np.load(opened) as file:
                 meta = json.loads(str(file["meta"]))
                 leaves = {k: file[k] for k in file.files if k != "meta"}
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
