@@ -6,22 +6,32 @@
 ((2, 32), dtype('uint8'))
 """
 
-from jax_nvfp4_ops import recipes
-from jax_nvfp4_ops._native import instruction_sets, select_instruction_set
-from jax_nvfp4_ops.amax import amax
-from jax_nvfp4_ops.array import NVFP4Array
-from jax_nvfp4_ops.dot import (
-    QuantizedWeight,
-    dot_general,
-    einsum,
-    fake_quantize,
-    matmul,
-    quantize_weight,
-)
-from jax_nvfp4_ops.format import Format
-from jax_nvfp4_ops.quantize import quantize
-from jax_nvfp4_ops.recipes import Recipe
-from jax_nvfp4_ops.remat import RESIDUAL_NAMES, checkpoint_policy
+import sys
+
+#: What importing the rest raised, where `python -m jax_nvfp4_ops doctor` is to explain it; elsewhere it is raised.
+import_error: Exception | None = None
+try:
+    from jax_nvfp4_ops import recipes
+    from jax_nvfp4_ops._native import instruction_sets, select_instruction_set
+    from jax_nvfp4_ops.amax import amax
+    from jax_nvfp4_ops.array import NVFP4Array
+    from jax_nvfp4_ops.dot import (
+        QuantizedWeight,
+        dot_general,
+        einsum,
+        fake_quantize,
+        matmul,
+        quantize_weight,
+    )
+    from jax_nvfp4_ops.format import Format
+    from jax_nvfp4_ops.quantize import quantize
+    from jax_nvfp4_ops.recipes import Recipe
+    from jax_nvfp4_ops.remat import RESIDUAL_NAMES, checkpoint_policy
+except Exception as error:
+    # Python imports a package before it runs it, and argv[0] is "-m" until then.
+    if sys.argv[:1] != ["-m"] or __name__ not in sys.orig_argv:
+        raise
+    import_error = error
 
 __version__ = "0.1.0"
 

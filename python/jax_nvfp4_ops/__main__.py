@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+import jax_nvfp4_ops
+
 
 def main() -> int:
     """Runs the command that the arguments name; returns its exit status."""
@@ -25,6 +27,13 @@ def main() -> int:
         from jax_nvfp4_ops import doctor
 
         return doctor.main(words[1:])
+    if jax_nvfp4_ops.import_error is not None:
+        print(
+            f"{options.command}: jax_nvfp4_ops does not import: {jax_nvfp4_ops.import_error}\n"
+            f"{options.command}: `python -m jax_nvfp4_ops doctor` says more",
+            file=sys.stderr,
+        )
+        return 1
     from jax_nvfp4_ops.bench import cli
 
     return cli.main(words[1:])
