@@ -302,11 +302,15 @@ class _Run:
         )
         flops = ", ".join(f"{f} {v * 1e-12:.0f} TFLOP/s" for f, v in bounds.flops.items())
         if bounds.bandwidth:
-            flops += (", " if flops else "") + f"memory {bounds.bandwidth * 1e-12:.3g} TB/s"
+            tera = bounds.bandwidth >= 1e12
+            flops += (", " if flops else "") + (
+                f"memory {bounds.bandwidth * (1e-12 if tera else 1e-9):.3g} {'TB/s' if tera else 'GB/s'}"
+            )
         self.out.print(f"limits: {flops or 'none'} ({bounds.source})", markup=False)
         settings = self.settings
         self.out.print(
-            f"{len(self.groups)} comparisons of {settings.repeats} turns, each of at least {settings.seconds} s\n"
+            f"{len(self.groups)} comparison{'s' * (len(self.groups) > 1)} of {settings.repeats} turns, "
+            f"each of at least {settings.seconds} s\n"
         )
 
     def _list(self) -> None:
@@ -381,10 +385,11 @@ class _Run:
             TimeRemainingColumn(),
             TextColumn("{task.description}", markup=False),
         )
-        with Progress(*columns, console=where, transient=True) as bar:
+        # Drawn between the turns: a thread that draws would take time from what is measured.
+        with Progress(*columns, console=where, transient=True, auto_refresh=False) as bar:
             task = bar.add_task("", total=count)
 
             def show(index: int, name: str, step: str) -> None:
-                bar.update(task, completed=index, description=f"{name} {step}")
+                bar.update(task, completed=index, description=f"{name} {step}", refresh=True)
 
             yield show

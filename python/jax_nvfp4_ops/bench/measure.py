@@ -115,6 +115,21 @@ def moved_out_of_loop(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def in_a_loop(function: Callable[..., list[Any]], rounds: int) -> Callable[[Any, Any], Any]:
+    """A function of sets of operands and of results, which calls `function` with each set in turn, so many times."""
+
+    def loop(operands: Any, results: Any) -> Any:
+        def one_round(_: Any, results: Any) -> Any:
+            # So that the calls do not move out of the loop, as they do the same each time: for a GPU,
+            # XLA drops barriers after the passes that move. moved_out_of_loop checks it.
+            barrier = jax.lax.optimization_barrier((operands, results))
+            return [function(*leaves) for leaves in barrier[0]]
+
+        return jax.lax.fori_loop(0, rounds, one_round, results)
+
+    return loop
+
+
 class Program:
     """A rival, compiled for sets of operands.
 
@@ -183,21 +198,12 @@ class Program:
 
     def _make_loop(self, rounds: int) -> None:
         """Compiles a program that goes round all sets so many times, each result to its own memory."""
-
-        def loop(operands: Any, results: Any) -> Any:
-            def one_round(_: Any, results: Any) -> Any:
-                # So that the calls do not move out of the loop, as they do the same each time: on a GPU
-                # XLA drops a barrier after the passes that move.
-                barrier = jax.lax.optimization_barrier((operands, results))
-                return [self._flat(*leaves) for leaves in barrier[0]]
-
-            return jax.lax.fori_loop(0, rounds, one_round, results)
-
         self._results = [
             [jnp.zeros(s.shape, s.dtype, device=self._operands[0][0].device) for s in self._shapes]
             for _ in range(self.sets)
         ]
-        lowered = jax.jit(loop, donate_argnums=1).lower(self._operands, self._results)
+        loop = jax.jit(in_a_loop(self._flat, rounds), donate_argnums=1)
+        lowered = loop.lower(self._operands, self._results)
         try:
             self._call = lowered.compile(compiler_options=_SERIAL)
         except jax.errors.JaxRuntimeError as error:

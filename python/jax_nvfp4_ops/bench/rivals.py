@@ -39,7 +39,7 @@ QUANTIZES: dict[str, dict[str, Any]] = {
     "rows, amax included": {"axis": -1, "find_amax": True},
 }
 
-_TE_ONLY_LAYERS = "its public functions quantize and multiply in one; see --op linear"
+_TE_ONLY_LAYERS = "it has no public function for this step alone; see --op linear"
 
 
 @dataclasses.dataclass(frozen=True)
