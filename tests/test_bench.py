@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import os
+import pathlib
+import re
+import shlex
 import subprocess
 import sys
 import types
@@ -18,6 +21,7 @@ from b200 import audit, plugin
 from jax_nvfp4_ops import recipes
 from jax_nvfp4_ops.bench import cases, cli, limits, measure, report, rivals
 
+ROOT = pathlib.Path(__file__).parent.parent
 TINY = "32x64x96"
 CPU = rivals.Platform("cpu")
 B200 = rivals.Platform("gpu", (10, 0))
@@ -781,6 +785,16 @@ def test_bad_arguments(small_cache, capsys, arguments, message):
         cli.main(arguments)
     assert error.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_commands_of_the_documentation_are_ones():
+    page = (ROOT / "docs" / "benchmarking.md").read_text()
+    lines = re.findall(r"^python -m jax_nvfp4_ops bench *(.*)$", page, re.MULTILINE)
+    assert len(lines) >= 9
+    for line in lines:
+        options = cli.parser().parse_args(shlex.split(line, comments=True))
+        assert cases.select(options.case or ["all"], 1)
+        assert options.recipe in recipes.PRESETS
 
 
 @pytest.mark.parametrize("package", ["rich", "matplotlib"])
