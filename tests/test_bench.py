@@ -312,10 +312,10 @@ COMPILED = "256x512x1024"
 @pytest.mark.parametrize(
     ("op", "variant", "targets"),
     [
-        ("quantize", "rows, amax included", {"nvfp4_amax": 1, "nvfp4_quantize": 1}),
-        ("quantize", "rows + columns, 16x16", {"nvfp4_quantize": 1}),
-        ("matmul", "", {"nvfp4_matmul": 1}),
-        ("linear", "", {"nvfp4_amax": 3, "nvfp4_quantize": 3, "nvfp4_matmul": 3}),
+        ("quantize", "rows, amax included", ["nvfp4_amax", "nvfp4_quantize"]),
+        ("quantize", "rows + columns, 16x16", ["nvfp4_quantize"]),
+        ("matmul", "", ["nvfp4_matmul"]),
+        ("linear", "", ["nvfp4_amax", "nvfp4_quantize", "nvfp4_matmul"]),
     ],
 )
 def test_on_a_b200_each_round_of_the_loop_does_all_the_work(b200, op, variant, targets):
@@ -339,8 +339,9 @@ def test_on_a_b200_each_round_of_the_loop_does_all_the_work(b200, op, variant, t
             options=measure._SERIAL,
         )
         if rival.name == rivals.OURS:
-            for target, times in targets.items():
-                assert report.calls(target) == times * sets * rounds, target
+            one = audit.audit(flat, *leaves)
+            for target in targets:
+                assert report.calls(target) == one.calls(target) * sets * rounds > 0, target
         # Each call writes to memory of its own, which is used again in the next round.
         assert report.aliased == sets * measure.nbytes(results)
         # XLA may transpose an operand of a rival before the loop, to the rival's advantage; a remark says so.
@@ -538,6 +539,8 @@ def test_limits_without_bindings_or_driver_say_what_is_missing(monkeypatch):
     bindings(monkeypatch, driver("B200", (10, 0), 148, 1965))
     assert limits.of_device(Gpu).flops["fp4"] == 32768 * 148 * 1965e6
     assert rivals.Platform.of(Gpu) == B200
+    amd = types.SimpleNamespace(platform="gpu", compute_capability="gfx942")
+    assert rivals.Platform.of(amd) == rivals.Platform("gpu")
 
 
 def test_the_real_bindings_have_what_is_asked_of_them():

@@ -355,6 +355,37 @@ def test_a_gpu_that_jax_does_not_see(monkeypatch):
     assert not problems(found) and "JAX_PLATFORMS=cpu leaves it out" in found[-1].text
 
 
+@pytest.mark.parametrize(
+    ("version", "status"), [("580.65.06", "ok"), ("570.133.20", "problem"), ("", None)]
+)
+@pytest.mark.parametrize(
+    "form",
+    ["NVIDIA UNIX Open Kernel Module for x86_64  {}", "NVIDIA UNIX x86_64 Kernel Module  {}"],
+)
+def test_nvidias_driver(monkeypatch, form, version, status):
+    text = (
+        f"NVRM version: {form.format(version)}  Release Build\nGCC version:  gcc version 12.3.0\n"
+    )
+    read = pathlib.Path.read_text
+    monkeypatch.setattr(
+        pathlib.Path,
+        "read_text",
+        lambda self: text if str(self) == "/proc/driver/nvidia/version" else read(self),
+    )
+    found = doctor.driver()
+    assert (found and found.status) == status
+    if status == "problem":
+        assert "570.133.20, but CUDA 13 needs 580 or later" in found.text and found.fix
+        assert found in doctor.devices(BOTH, [cpu()], None)[0]
+
+
+def test_a_gpu_of_another_maker():
+    found, _ = doctor.devices(
+        BOTH, [gpu("gfx942", "MI300X"), passed("gpu:0", "no such target")], None
+    )
+    assert found[0].status == "note" and "this package has nothing for gpu" in found[0].text
+
+
 def test_a_crash_names_the_step():
     messages = [{"step": "import jax"}, cpu(), {"step": "testing cpu:0"}]
     found, _ = doctor.devices(BOTH, messages, "crashed with SIGSEGV")

@@ -33,6 +33,7 @@ _PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 _OLD_PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt")
 _OPTIONAL = ("nvidia-cublas", "cuda-pathfinder", "cuda-bindings", "rich", "matplotlib")
 _WITH_CUDA = "pip install 'jax-nvfp4-ops[cuda13]'"
+_OLDEST_DRIVER = (580,)
 _OLDEST_CUBLASLT = (13, 2, 0)
 # From a clone: a wheel may have been built without nvcc.
 _BUILD_CUDA = (
@@ -255,7 +256,8 @@ def cublaslt(candidates: Sequence[str], *, wanted: bool) -> list[Finding]:
         try:
             version = cublaslt_version(path)
         except (OSError, AttributeError) as error:
-            failures.append(f"{path}: {error}")
+            text = str(error)
+            failures.append(text if path in text else f"{path}: {text}")
             continue
         text = f"{path} is version {'.'.join(map(str, version))}"
         if version >= _OLDEST_CUBLASLT:
@@ -297,6 +299,26 @@ def path_of(capability: tuple[int, int]) -> tuple[str, str]:
 def has_nvidia_gpu() -> bool:
     """Whether the kernel's driver shows an NVIDIA GPU, whatever JAX says."""
     return bool(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def driver() -> Finding | None:
+    """NVIDIA's driver, if there is one."""
+    try:
+        text = pathlib.Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    number = re.search(r"\b(\d{3,}\.\d[\d.]*)", text)
+    if number is None:
+        return None
+    found = f"NVIDIA's driver is version {number[1]}"
+    if _numbers(number[1]) >= _OLDEST_DRIVER:
+        return Finding("devices", OK, found)
+    return Finding(
+        "devices",
+        PROBLEM,
+        f"{found}, but CUDA 13 needs {_OLDEST_DRIVER[0]} or later",
+        "update the driver, or JAX_PLATFORMS=cpu to do without the GPU",
+    )
 
 
 def run_probe(seconds: float = _PROBE_SECONDS) -> tuple[list[dict[str, Any]], str | None]:
@@ -407,7 +429,7 @@ def devices(
       Findings, and whether there is a CUDA device.
     """
     section = "devices"
-    found: list[Finding] = []
+    found: list[Finding] = [f for f in [driver()] if f]
     tests = {m["device"]: m["test"] for m in messages if "test" in m}
     shown = [m for m in messages if "kind" in m]
     for message in messages:
@@ -438,7 +460,7 @@ def devices(
                     section,
                     PROBLEM,
                     "there is an NVIDIA GPU, but JAX does not see it",
-                    f"{_WITH_CUDA}; if that is installed, `nvidia-smi` shows whether the driver (580 or later) works",
+                    f"{_WITH_CUDA}; if that is installed, `nvidia-smi` shows whether the driver works",
                 )
             )
     return found, has_cuda
@@ -462,8 +484,10 @@ def _device(
             text += f" of the instruction set {sets[0]}"
             if len(sets) > 1:
                 text += f" (also {', '.join(sets[1:])})"
-    elif device["platform"] == "gpu" and device["capability"]:
-        major, minor = str(device["capability"]).split(".")[:2]
+    elif chip := re.match(
+        r"(\d+)\.(\d+)", str(device["capability"])
+    ):  # others' GPUs have none, or words
+        major, minor = chip.groups()
         status, how = path_of((int(major), int(minor)))
         text = f"{name}, compute capability {major}.{minor}: {how}"
         if status != OK:

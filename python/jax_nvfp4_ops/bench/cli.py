@@ -307,6 +307,11 @@ class _Run:
                 f"memory {bounds.bandwidth * (1e-12 if tera else 1e-9):.3g} {'TB/s' if tera else 'GB/s'}"
             )
         self.out.print(f"limits: {flops or 'none'} ({bounds.source})", markup=False)
+        if device.get("load", 0) > device.get("cores", 1) / 2:
+            self.out.print(
+                f"the machine is busy (load {device['load']}): trust ratios alone",
+                style="bold red",
+            )
         settings = self.settings
         self.out.print(
             f"{len(self.groups)} comparison{'s' * (len(self.groups) > 1)} of {settings.repeats} turns, "

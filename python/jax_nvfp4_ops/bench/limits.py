@@ -154,7 +154,7 @@ def _of_cpu(device: jax.Device) -> Limits:
         8 * count / statistics.median(seconds[1:]),
         cache,
         f"bandwidth measured now: x + 1 in place on {4 * count >> 20} MiB by XLA; no limit of FLOP/s is claimed for a CPU",
-        {"cpu": _cpu_name(), "cores": os.cpu_count()},
+        {"cpu": _cpu_name(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)},
     )
 
 

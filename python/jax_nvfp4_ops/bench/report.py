@@ -337,37 +337,58 @@ def plot(path: str, result: Mapping[str, Any]) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _scatter(
-    axes: Any, rows: Sequence[Mapping[str, Any]], x: Callable[[Any], float], y: str, scale: float
+def _points(
+    axes: Any,
+    rows: Sequence[Mapping[str, Any]],
+    rate: str,
+    scale: float,
+    position: Callable[[Any], float],
+    *,
+    upright: bool,
 ) -> None:
-    """Points of each rival, with their 10th and 90th percentiles; ops differ in the marker."""
+    """Rates of each rival, with their 10th and 90th percentiles.
+
+    Args:
+      axes: Where to draw.
+      rows: Records.
+      rate: "flops_per_s" or "bytes_per_s".
+      scale: Of the rate.
+      position: Where a record lies along the other axis.
+      upright: Whether rates go up, else to the right.
+    """
     from matplotlib.colors import TABLEAU_COLORS
 
-    rivals = list(dict.fromkeys(row["rival"] for row in rows))
     colors = list(TABLEAU_COLORS)
-    for op, marker in (("quantize", "o"), ("matmul", "o"), ("linear", "s")):
-        for index, rival in enumerate(rivals):
-            chosen = [row for row in rows if (row["op"], row["rival"]) == (op, rival)]
-            if not chosen:
-                continue
-            work = "flops" if y == "flops_per_s" else "bytes"
-            middle = [row[y] * scale for row in chosen]
-            low = [row[work] / row["p90_s"] * scale for row in chosen]
-            high = [row[work] / row["p10_s"] * scale for row in chosen]
-            spread = [
-                [max(0.0, m - v) for m, v in zip(middle, low, strict=True)],
-                [max(0.0, v - m) for m, v in zip(middle, high, strict=True)],
-            ]
-            axes.errorbar(
-                [x(row) for row in chosen],
-                middle,
-                yerr=spread,
-                fmt=marker,
-                color=colors[index % len(colors)],
-                label=f"{op}: {rival}",
-                capsize=2,
-                markersize=6,
-            )
+    rivals = list(dict.fromkeys(row["rival"] for row in rows))
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["op"], row["rival"]), []).append(row)
+    for (op, rival), chosen in groups.items():
+        middle = [row[rate] * scale for row in chosen]
+        spread = [
+            [
+                max(0.0, v - v * row["median_s"] / row["p90_s"])
+                for v, row in zip(middle, chosen, strict=True)
+            ],
+            [
+                max(0.0, v * row["median_s"] / row["p10_s"] - v)
+                for v, row in zip(middle, chosen, strict=True)
+            ],
+        ]
+        places = [position(row) for row in chosen]
+        if not upright:  # rivals beside each other, not on top
+            places = [p + 0.2 * (rivals.index(rival) - (len(rivals) - 1) / 2) for p in places]
+        axes.errorbar(
+            *((places, middle) if upright else (middle, places)),
+            **{"yerr" if upright else "xerr": spread},
+            fmt="s" if op == "linear" else "o",
+            color=colors[rivals.index(rival) % len(colors)],
+            label=f"{op}: {rival}",
+            capsize=2,
+            markersize=5,
+        )
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize="small")
 
 
 def _roofline(
@@ -377,21 +398,22 @@ def _roofline(
     prefix: str,
     scale: float,
 ) -> None:
+    """Products: FLOP/s against FLOP per byte, under the roofs of the device."""
+
     def intensity(row: Mapping[str, Any]) -> float:
         return float(row["flops"] / row["bytes"])
 
-    _scatter(axes, rows, intensity, "flops_per_s", scale)
     bandwidth = limits["bandwidth"]
     reach = [min(map(intensity, rows)) / 4, max(map(intensity, rows)) * 4]
-    for format_, flops in limits["flops"].items():
+    roofs = dict(limits["flops"])
+    if bandwidth and not roofs:
+        roofs["memory"] = bandwidth * reach[1]
+    for format_, flops in roofs.items():
         knee = [flops / bandwidth] if bandwidth else []
         points = sorted([*reach, *(k for k in knee if reach[0] < k < reach[1])])
         heights = [min(flops, bandwidth * p if bandwidth else flops) * scale for p in points]
         axes.plot(points, heights, color="0.5", linewidth=1)
         axes.annotate(format_, (points[-1], heights[-1]), ha="right", va="bottom", color="0.4")
-    if bandwidth and not limits["flops"]:
-        axes.plot(reach, [bandwidth * p * scale for p in reach], color="0.5", linewidth=1)
-        axes.annotate("memory", (reach[0], bandwidth * reach[0] * scale), color="0.4", va="bottom")
     axes.set(
         xscale="log",
         yscale="log",
@@ -399,8 +421,7 @@ def _roofline(
         ylabel=f"{prefix}FLOP/s",
         title="Products",
     )
-    axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize="small")
+    _points(axes, rows, "flops_per_s", scale, intensity, upright=True)
 
 
 def _traffic(
@@ -410,18 +431,21 @@ def _traffic(
     prefix: str,
     scale: float,
 ) -> None:
-    _scatter(axes, rows, lambda row: row["bytes"] * 1e-6, "bytes_per_s", scale)
+    """Quantization: bytes per second of each variant, a point for each case."""
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    axes.set_yticks(range(len(variants)), variants)
+    axes.invert_yaxis()
     if limits["bandwidth"]:
-        axes.axhline(limits["bandwidth"] * scale, color="0.5", linewidth=1)
+        axes.axvline(limits["bandwidth"] * scale, color="0.5", linewidth=1)
         axes.annotate(
-            "memory",
-            (0.99, limits["bandwidth"] * scale),
-            xycoords=("axes fraction", "data"),
+            "memory ",
+            (limits["bandwidth"] * scale, 0.01),
+            xycoords=("data", "axes fraction"),
             ha="right",
-            va="bottom",
             color="0.4",
         )
-    axes.set(xscale="log", xlabel="MB read and written", ylabel=f"{prefix}B/s", title="Quantize")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize="small")
+    axes.set(xlabel=f"{prefix}B/s read and written", title="Quantize")
+    _points(
+        axes, rows, "bytes_per_s", scale, lambda row: variants.index(row["variant"]), upright=False
+    )
+    axes.set_xlim(left=0)

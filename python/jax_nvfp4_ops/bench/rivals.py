@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class Rival:
       name: For tables.
       function: What is timed: arrays to arrays, without static arguments.
       operands: Makes one set of its operands, random ones.
-      limit: Which of the device's rates of FLOP/s bounds it: "fp4", "fp8", "bf16", "f32".
+      limit: Which of the device's rates of FLOP/s bounds it: "fp4", "fp8", "bf16", "f32"; "mixed" for several.
       unavailable: Why it can not run here; None if it can.
       proof: A word that the program compiled for a GPU holds if it is what the name says.
     """
@@ -93,7 +94,7 @@ class Platform:
 
     Args:
       name: "cpu", "gpu" or another of JAX's.
-      capability: Compute capability of a GPU; (0, 0) elsewhere.
+      capability: Compute capability of a CUDA GPU; (0, 0) elsewhere.
     """
 
     name: str
@@ -102,10 +103,8 @@ class Platform:
     @classmethod
     def of(cls, device: jax.Device) -> Platform:
         """The platform of a JAX device."""
-        if device.platform != "gpu":
-            return cls(device.platform)
-        major, minor = str(device.compute_capability).split(".")
-        return cls("gpu", (int(major), int(minor)))
+        number = re.match(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+        return cls(device.platform, (int(number[1]), int(number[2])) if number else (0, 0))
 
     @property
     def our_limit(self) -> str:
@@ -378,7 +377,12 @@ def linear_group(case: Case, platform: Platform, recipe: Recipe) -> Group:
         recipe.name,
         3 * case.flops,
         (
-            Rival(OURS, step(ours), lambda: (*floats(), _key()), platform.our_limit),
+            Rival(
+                OURS,
+                step(ours),
+                lambda: (*floats(), _key()),
+                platform.our_limit if recipe.backward == "nvfp4" else "mixed",
+            ),
             Rival("bf16 dot", step(jnp.dot), floats),
             Rival(
                 "f32 dot",
@@ -387,12 +391,12 @@ def linear_group(case: Case, platform: Platform, recipe: Recipe) -> Group:
                 "f32",
                 unavailable=platform.lacks_float32_rival(),
             ),
-            # Its gradients are in full precision.
+            # Its gradients are products in full precision.
             Rival(
                 "jax.nn.scaled_dot_general",
                 step(scaled_dot_general),
                 floats,
-                "fp4",
+                "mixed",
                 unavailable=platform.lacks_scaled_dot_general(),
                 proof="blockScaledDot",
             ),
