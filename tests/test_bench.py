@@ -778,7 +778,7 @@ def test_a_failure_of_ours_is_the_exit_status(small_cache, monkeypatch, capsys):
         (["--json", "no/such/a.json"], "make 'no/such' first"),
         (["--json", "a.txt"], "must end in .json; got 'a.txt'"),
         (["--plot", "a.jpg"], "must end in .png or .pdf or .svg; got 'a.jpg'"),
-        (["--compare", "a.json", "b.json"], "must be a file that `bench --json` wrote; a.json"),
+        (["--compare", "no.json", "b.json"], "must be a file that `bench --json` wrote; no.json"),
         (["--list", "--compare", "a", "b"], "not allowed with"),
         (["--op", "gemm"], "invalid choice: 'gemm'"),
     ],

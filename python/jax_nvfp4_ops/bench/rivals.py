@@ -304,7 +304,7 @@ def matmul_group(case: Case, platform: Platform) -> Group:
         return tuple(array for pair in zip(*pairs, strict=True) for array in pair)
 
     def scaled_matmul(x: jax.Array, w: jax.Array, s: jax.Array, t: jax.Array) -> jax.Array:
-        return jax.nn.scaled_matmul(x, w, s, t, preferred_element_type=jnp.bfloat16)
+        return jax.nn.scaled_matmul(x, w, s, t, preferred_element_type=jnp.bfloat16)[0]
 
     def fp8(x: jax.Array, w: jax.Array) -> jax.Array:
         return jax.lax.dot_general(x, w, contract, preferred_element_type=jnp.bfloat16)
