@@ -8,7 +8,7 @@ import hypothesis
 import jax
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 4)  # for the tests of sharding
+jax.config.update("jax_num_cpu_devices", 8)  # for the tests of sharding
 
 # A new shape compiles, which takes longer than hypothesis' deadline. The cases are the same in
 # every run; NVFP4_EXHAUSTIVE=1 draws many more, of its own.

@@ -20,7 +20,7 @@ enum OutputFlags : int64_t {
 
 ffi::ErrorOr<QuantizeArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::RemainingArgs operands,
                                  ffi::RemainingRets results, int64_t rows, int64_t columns,
-                                 int64_t signs) {
+                                 int64_t signs, bool origin) {
   const auto shape = x.dimensions();
   const auto m =
       MatricesOf("nvfp4_quantize", x, static_cast<int64_t>(amax.dimensions().size()) - 1);
@@ -51,6 +51,9 @@ ffi::ErrorOr<QuantizeArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::Rem
   }
   if ((rows | columns) & kStochastic)
     args.key = reader.Operand<uint32_t>(ffi::U32, 2 * args.examples);
+  if (origin)
+    args.origin = reader.Operand<uint32_t>(
+        ffi::U32, static_cast<int64_t>(sizeof(QuantizeOrigin) / sizeof(uint32_t)) + args.batch);
   for (int i = 0; i < 2; ++i)
     if (flags[i] & kPartner) outputs[i]->partner = reader.Operand<float>(ffi::F32, args.examples);
   for (int i = 0; i < 2; ++i) {
@@ -72,8 +75,8 @@ ffi::ErrorOr<QuantizeArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::Rem
 
 ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer amax,
                ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t rows,
-               int64_t columns, int64_t signs) {
-  const auto args = Check(x, amax, operands, results, rows, columns, signs);
+               int64_t columns, int64_t signs, bool origin) {
+  const auto args = Check(x, amax, operands, results, rows, columns, signs, origin);
   if (args.has_error()) return args.error();
   QuantizeOnCpu(*args, XlaParallel(pool));
   return ffi::Error::Success();
@@ -82,9 +85,12 @@ ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer amax,
 #if defined(NVFP4_CUDA)
 ffi::Error Cuda(CudaStream stream, ffi::AnyBuffer x, ffi::AnyBuffer amax,
                 ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t rows,
-                int64_t columns, int64_t signs) {
-  const auto args = Check(x, amax, operands, results, rows, columns, signs);
+                int64_t columns, int64_t signs, bool origin) {
+  const auto args = Check(x, amax, operands, results, rows, columns, signs, origin);
   if (args.has_error()) return args.error();
+  if (args->origin != nullptr)
+    return ErrorOf("nvfp4_quantize", x,
+                   "stochastic rounding of a part of a tensor is not there yet");
   return ErrorOf("nvfp4_quantize", x, QuantizeOnCuda(*args, stream));
 }
 #endif
@@ -94,11 +100,13 @@ auto Signature(Binding binding) {
   return std::move(binding)
       .template Arg<ffi::AnyBuffer>()  // x [*examples, *batch, rows, k]
       .template Arg<ffi::AnyBuffer>()  // amax f32[*examples, values]
-      .RemainingArgs()  // key u32[*examples, 2], partner of rows, partner of columns: those wanted
+      .RemainingArgs()  // key u32[*examples, 2], origin u32[4 + batch], partner of rows, partner of
+                        // columns: those wanted
       .RemainingRets()  // codes, scales, global scale of rows, then of columns: those wanted
       .template Attr<int64_t>("rows")
       .template Attr<int64_t>("columns")
-      .template Attr<int64_t>("signs");
+      .template Attr<int64_t>("signs")
+      .template Attr<bool>("origin");
 }
 
 }  // namespace

@@ -22,15 +22,24 @@ struct QuantizeOutput {
   float* global_scale = nullptr;  // [examples]
 };
 
+// Where x lies in the tensor that it is a part of (a device's shard): random bits belong to places
+// in the whole tensor.
+struct QuantizeOrigin {
+  uint32_t row, column;    // of the whole matrices, where those of x begin; multiples of 16
+  uint32_t rows, columns;  // of the whole matrices
+  // Behind it: for each matrix of x in an example, its number among the example's matrices.
+};
+
 struct QuantizeArgs {
   const void* x;  // [examples, batch, rows, k]; an example has an amax and a key of its own
   FloatType type;
   int64_t examples, batch, rows, k;
   int64_t amax_stride = 1;
-  const uint32_t* key;           // [examples, 2], or null without SR
-  uint32_t signs;                // of the Hadamard transform
-  QuantizeOutput along_rows;     // matrices [rows, k]
-  QuantizeOutput along_columns;  // matrices [k, rows]
+  const uint32_t* key;               // [examples, 2], or null without SR
+  const uint32_t* origin = nullptr;  // [4 + batch]: a QuantizeOrigin; null: x is all of the tensor
+  uint32_t signs;                    // of the Hadamard transform
+  QuantizeOutput along_rows;         // matrices [rows, k]
+  QuantizeOutput along_columns;      // matrices [k, rows]
 };
 
 void QuantizeOnCpu(const QuantizeArgs& args, const Parallel& parallel);

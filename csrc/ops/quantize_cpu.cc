@@ -26,6 +26,26 @@ QuantizeSpec SpecOf(const QuantizeArgs& args, const QuantizeOutput& out, int64_t
   return spec;
 }
 
+// Where a matrix of x begins among the rows and the columns of an example's matrices, all in a row,
+// and in which block: what random bits are drawn for.
+struct RandomOrigin {
+  RandomOrigin(const QuantizeArgs& args, int64_t matrix) {
+    if (args.origin == nullptr) {
+      row = matrix * args.rows;
+      column = matrix * args.k;
+      return;
+    }
+    QuantizeOrigin origin;
+    std::memcpy(&origin, args.origin, sizeof origin);
+    const int64_t number = args.origin[sizeof origin / sizeof(uint32_t) + matrix];
+    row = number * origin.rows + origin.row;
+    column = number * origin.columns + origin.column;
+    block_of_row = origin.column / kBlock;
+    block_of_column = origin.row / kBlock;
+  }
+  int64_t row, column, block_of_row = 0, block_of_column = 0;
+};
+
 // One task: 128 rows x some columns of one matrix. Both results of it are whole tiles of scales,
 // and it writes all their bytes.
 class Task {
@@ -34,6 +54,7 @@ class Task {
       : args_(args),
         kernels_(CurrentQuantizeKernels()),
         matrix_(matrix),
+        random_(args, matrix % args.batch),
         x_(static_cast<const uint8_t*>(args.x) + matrix * args.rows * args.k * SizeOf(args.type)),
         row0_(row0),
         rows_(std::min(kTaskRows, args.rows - row0)),
@@ -95,7 +116,7 @@ class Task {
     uint8_t* codes = out.codes + (matrix_ * args_.rows + row) * stride + block * kBlock / 2;
     uint8_t* scales = out.scales + matrix_ * ScalesSize(args_.rows, args_.k) +
                       ScaleOffset(row, block, TileColumns(args_.k));
-    kernels_.rows(row_spec_, strip, matrix_ % args_.batch * args_.rows + row, block, codes, stride,
+    kernels_.rows(row_spec_, strip, random_.row + row, random_.block_of_row + block, codes, stride,
                   scales);
     if (strip.blocks % 2 != 0)  // the end of K
       for (int64_t r = 0; r < strip.rows; ++r)
@@ -104,7 +125,8 @@ class Task {
 
   void AlongColumns(const Strip& strip, int64_t row, int64_t column) {
     const int64_t index = (row - row0_) / kStripRows;
-    kernels_.columns(column_spec_, strip, matrix_ % args_.batch * args_.k + column, row / kBlock,
+    kernels_.columns(column_spec_, strip, random_.column + column,
+                     random_.block_of_column + row / kBlock,
                      gathered_.codes[0] + index * kBlock / 2, sizeof gathered_.codes[0],
                      gathered_.scales[index]);
   }
@@ -143,6 +165,7 @@ class Task {
   const QuantizeArgs& args_;
   const QuantizeKernels& kernels_;
   const int64_t matrix_;
+  const RandomOrigin random_;
   const uint8_t* const x_;  // this matrix
   const int64_t row0_, rows_, column0_, columns_;
   QuantizeSpec row_spec_{}, column_spec_{};

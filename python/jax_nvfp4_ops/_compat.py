@@ -1,9 +1,16 @@
 """Every import from JAX that its compatibility policy does not cover, in one place."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
+from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax._src.sharding_impls import ShardingContext, SPMDAxisContext, parse_flatten_op_sharding
 from jax.core import ShapedArray
+from jax.experimental.custom_partitioning import (
+    CompoundFactor,
+    SdyShardingRule,
+    custom_partitioning,
+)
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.xla import apply_primitive
 
@@ -13,4 +20,40 @@ else:
     # jax.extend.core has it too, and loads Pallas with it: 100 ms of everyone's import.
     Primitive = type(jax.lax.add_p)
 
-__all__ = ["Primitive", "ShapedArray", "ad", "apply_primitive", "batching", "mlir"]
+
+def needs_devices(primitive: Primitive) -> None:
+    """Says that what a primitive is lowered to depends on the devices."""
+    prim_requires_devices_during_lowering.add(primitive)
+
+
+def is_partitioned(ctx: Any) -> bool:
+    """Whether XLA divides what is lowered over several devices, and may be told how.
+
+    It can not be told inside of a shard_map that is manual over some axes only.
+    """
+    context = ctx.module_context.axis_context
+    if isinstance(context, SPMDAxisContext):
+        return not context.manual_axes
+    return isinstance(context, ShardingContext) and context.num_devices > 1
+
+
+def no_abstract_mesh() -> Any:
+    """A context in which arrays have no shardings in their types."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+__all__ = [
+    "CompoundFactor",
+    "Primitive",
+    "SdyShardingRule",
+    "ShapedArray",
+    "ad",
+    "apply_primitive",
+    "batching",
+    "custom_partitioning",
+    "is_partitioned",
+    "mlir",
+    "needs_devices",
+    "no_abstract_mesh",
+    "parse_flatten_op_sharding",
+]

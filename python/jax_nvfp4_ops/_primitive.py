@@ -8,8 +8,17 @@ from typing import Any
 
 import jax
 
-from jax_nvfp4_ops import _cuda, _native
-from jax_nvfp4_ops._compat import Primitive, ShapedArray, ad, apply_primitive, batching, mlir
+from jax_nvfp4_ops import _cuda, _native, _sharding
+from jax_nvfp4_ops._compat import (
+    Primitive,
+    ShapedArray,
+    ad,
+    apply_primitive,
+    batching,
+    is_partitioned,
+    mlir,
+    needs_devices,
+)
 
 # The platforms that an op is lowered for, as JAX spells them in a lowering and in a registration.
 _LOWERING_PLATFORMS = {"cpu": "cpu", "CUDA": "cuda"}
@@ -32,6 +41,8 @@ def define(
     abstract_eval: Callable[..., Sequence[ShapedArray]],
     batch: Callable[..., tuple[Sequence[jax.Array], Sequence[int]]],
     jvp: Callable[..., tuple[Sequence[jax.Array], Sequence[Any]]],
+    axes: Callable[..., _sharding.Axes],
+    local: Callable[..., Sequence[jax.Array]],
 ) -> Primitive:
     """Makes the primitive of one op.
 
@@ -41,20 +52,61 @@ def define(
       abstract_eval: `abstract_eval(*avals, **params)`, with all checks of its operands.
       batch: `batch(operands, axes, **params)`, where an axis is None for an operand that is not mapped.
       jvp: `jvp(primals, tangents, **params)`.
+      axes: `axes(*avals, **params)` says how operands and results may be sharded.
+      local: `local(call, shards, operands, **params)` is what one device computes, with `call(*operands, **params)` for the op
+        on its part.
 
     Returns:
       The primitive; `bind` returns a list.
     """
+    # What one device runs: no shardings, no batching.
+    inner = Primitive(f"{name}_local")
+    inner.multiple_results = True
+    inner.def_abstract_eval(
+        lambda *avals, **params: _sharding.typed(None, avals, abstract_eval(*avals, **params))
+    )
+    for platform in _LOWERING_PLATFORMS.values():
+        lowering = mlir.lower_fun(functools.partial(call, platform=platform), multiple_results=True)
+        mlir.register_lowering(inner, lowering, platform=platform)
+
+    def lower(ctx: Any, *values: Any, **params: Any) -> Any:
+        part = functools.partial(_run_local, inner, local, params)
+        if is_partitioned(ctx):
+            f = _sharding.partitioned(
+                axes(*ctx.avals_in, **params), ctx.avals_in, ctx.avals_out, part
+            )
+        else:
+            f = functools.partial(_run_whole, part)
+        return mlir.lower_fun(f, multiple_results=True)(ctx, *values)
+
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(apply_primitive, primitive))
-    primitive.def_abstract_eval(abstract_eval)
-    for platform in _LOWERING_PLATFORMS.values():
-        lowering = mlir.lower_fun(functools.partial(call, platform=platform), multiple_results=True)
-        mlir.register_lowering(primitive, lowering, platform=platform)
+    primitive.def_abstract_eval(
+        lambda *avals, **params: _sharding.typed(
+            lambda: axes(*avals, **params), avals, abstract_eval(*avals, **params)
+        )
+    )
+    mlir.register_lowering(primitive, lower)
+    needs_devices(primitive)
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp
     return primitive
+
+
+def _run_local(
+    inner: Primitive, local: Any, params: dict[str, Any], shards: Any, operands: Any
+) -> Any:
+    return local(inner.bind, shards, operands, **params)
+
+
+def _run_whole(part: Any, *operands: jax.Array) -> Any:
+    return part(_sharding.WHOLE, operands)
+
+
+def bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
+    """Binds a primitive to operands that may vary over different manual axes."""
+    return primitive.bind(*_sharding.vary_alike(*operands), **params)
 
 
 def refuse_derivative(op: str, fix: str) -> Callable[..., Any]:

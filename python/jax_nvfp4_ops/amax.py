@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,9 @@ import numpy as np
 
 from jax_nvfp4_ops import _primitive
 from jax_nvfp4_ops._compat import ShapedArray
+from jax_nvfp4_ops._sharding import Axes, Shards, divide, leading_axes
 from jax_nvfp4_ops.format import HADAMARD_SIGNS, check_choice
+from jax_nvfp4_ops.layout import BLOCK
 
 _TARGET = "nvfp4_amax_v1"
 # The values that can be asked for, and the bits that stand for them in the handler's attribute.
@@ -66,7 +68,7 @@ def amax(x: jax.Array, outputs: Sequence[str] = ("plain",)) -> tuple[jax.Array, 
     for output in wanted:
         check_choice("amax", "outputs", output, tuple(_OUTPUTS))
     distinct = tuple(o for o in _OUTPUTS if o in wanted)
-    (values,) = amax_p.bind(x, example_ndim=0, outputs=distinct, signs=HADAMARD_SIGNS)
+    (values,) = _primitive.bind(amax_p, x, example_ndim=0, outputs=distinct, signs=HADAMARD_SIGNS)
     return tuple(values[distinct.index(o)] for o in wanted)
 
 
@@ -90,6 +92,38 @@ def _call(
     )
 
 
+def _axes(x: Any, *, example_ndim: int, outputs: tuple[str, ...], signs: int) -> Axes:
+    # The transform's blocks of 16 are not divided.
+    del signs
+    leading, sizes = leading_axes(x.shape[:-2])
+    rows = divide("row", x.shape[-2], BLOCK if "columns" in outputs else 1, sizes)
+    columns = divide("column", x.shape[-1], BLOCK if "rows" in outputs else 1, sizes)
+    return Axes(
+        operands=((*leading, rows, columns),),
+        results=((*leading[:example_ndim], ("value",)),),
+        sizes=sizes,
+        reduced=(*(d[0] for d in leading[example_ndim:]), "row", "column"),
+    )
+
+
+def _local(
+    call: Callable[..., Any],
+    shards: Shards,
+    operands: Sequence[jax.Array],
+    *,
+    example_ndim: int,
+    **params: Any,
+) -> Sequence[jax.Array]:
+    (largest,) = call(*operands, example_ndim=example_ndim, **params)
+    (x,) = operands
+    leading = [f"axis{i}" for i in range(example_ndim, x.ndim - 2)]
+    if over := shards.axes((*leading, "row", "column")):
+        # As integers magnitudes have the same order, and a NaN is the greatest: some collectives lose it.
+        bits = jax.lax.pmax(jax.lax.bitcast_convert_type(largest, jnp.int32), over)
+        largest = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return [largest]
+
+
 def _batch(
     operands: Sequence[Any], axes: Sequence[int | None], *, example_ndim: int, **params: Any
 ) -> tuple[Sequence[jax.Array], Sequence[int]]:
@@ -102,5 +136,7 @@ amax_p = _primitive.define(
     call=_call,
     abstract_eval=_abstract_eval,
     batch=_batch,
+    axes=_axes,
+    local=_local,
     jvp=_primitive.refuse_derivative("amax", "wrap x in jax.lax.stop_gradient"),
 )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_nvfp4_ops import layout
+from jax_nvfp4_ops import _primitive, layout
 from jax_nvfp4_ops.dequantize import dequantize_p
 from jax_nvfp4_ops.format import HADAMARD_SIGNS
 
@@ -146,11 +146,12 @@ class NVFP4Array:
             raise TypeError(f"dequantize: dtype must be float32, bfloat16 or float16; got {dtype}.")
         self.check("dequantize")
         if not self.hadamard:
-            (x,) = dequantize_p.bind(
-                self.packed, self.scales, self.global_scale, k=self.k, dtype=dtype
+            (x,) = _primitive.bind(
+                dequantize_p, self.packed, self.scales, self.global_scale, k=self.k, dtype=dtype
             )
             return x
-        (y,) = dequantize_p.bind(
+        (y,) = _primitive.bind(
+            dequantize_p,
             self.packed,
             self.scales,
             self.global_scale,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_nvfp4_ops import _primitive
+from jax_nvfp4_ops import _primitive, layout
 from jax_nvfp4_ops._compat import ShapedArray
+from jax_nvfp4_ops._sharding import Axes, Shards, divide, leading_axes, tiles
 
 _TARGET = "nvfp4_dequantize_v1"
 
@@ -35,6 +36,39 @@ def _call(
     return jax.ffi.ffi_call(_TARGET, [result])(codes, scales, global_scale)
 
 
+def _axes(codes: Any, scales: Any, global_scale: Any, *, k: int, dtype: Any) -> Axes:
+    del dtype
+    leading, sizes = leading_axes(codes.shape[:-2])
+    rows = divide("row", codes.shape[-2], layout.TILE_ROWS, sizes)
+    columns = divide("column", k, layout.TILE_COLUMNS, sizes)
+    packed = columns if "column" in sizes else ("packed",)
+    return Axes(
+        operands=(
+            (*leading, rows, packed),
+            (
+                *leading,
+                tiles("row", scales.shape[-3], sizes),
+                tiles("column", scales.shape[-2], sizes),
+                ("tile",),
+            ),
+            leading[: global_scale.ndim],
+        ),
+        results=((*leading, rows, columns),),
+        sizes=sizes,
+    )
+
+
+def _local(
+    call: Callable[..., Any],
+    shards: Shards,
+    operands: Sequence[jax.Array],
+    *,
+    k: int,
+    dtype: Any,
+) -> Sequence[jax.Array]:
+    return list(call(*operands, k=k // shards.count("column"), dtype=dtype))
+
+
 def _batch(
     operands: Sequence[Any], axes: Sequence[int | None], **params: Any
 ) -> tuple[Sequence[jax.Array], Sequence[int]]:
@@ -56,5 +90,11 @@ def _jvp(
 
 
 dequantize_p = _primitive.define(
-    "nvfp4_dequantize", call=_call, abstract_eval=_abstract_eval, batch=_batch, jvp=_jvp
+    "nvfp4_dequantize",
+    call=_call,
+    abstract_eval=_abstract_eval,
+    batch=_batch,
+    jvp=_jvp,
+    axes=_axes,
+    local=_local,
 )

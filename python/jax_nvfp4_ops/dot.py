@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_nvfp4_ops import _sharding
 from jax_nvfp4_ops.amax import _FLOATS
 from jax_nvfp4_ops.array import NVFP4Array
 from jax_nvfp4_ops.format import Format
@@ -102,6 +103,9 @@ class _Config:
     x_dtype: Any
     w_dtype: Any
     out_dtype: Any
+    # Of the matrices, where shardings are part of types: their gradients have the same.
+    x_sharding: Any
+    w_sharding: Any
 
 
 def _quantize(
@@ -182,6 +186,8 @@ def _linear_bwd(c: _Config, residuals: Any, g: jax.Array) -> tuple[Any, Any, Any
     x, w, weight, key = residuals
     backward = _backward_nvfp4 if c.recipe.backward == "nvfp4" else _backward_bf16
     dx, dw = backward(c, x, w, key, g, weight is None)
+    dx = _sharding.like(dx, c.x_sharding)
+    dw = dw if dw is None else _sharding.like(dw, c.w_sharding)
     dkey = None if key is None else np.zeros(key.shape, jax.dtypes.float0)
     return dx, dw if weight is None else jax.tree.map(_zero_cotangent, weight), dkey
 
@@ -440,10 +446,19 @@ def _dot_general(
         matrices: Any = w
     else:
         matrices = w_at.matrices(w)
+    # Inside of a shard_map derivatives are summed over axes that only one operand varies over: outside of _linear.
+    x_matrices, matrices, words = _sharding.vary_alike_trees(x_at.matrices(x), matrices, words)
     config = _Config(
-        recipe, x_at.contracting_last, w_at.contracting_last, x.dtype, w.dtype, out_dtype
+        recipe,
+        x_at.contracting_last,
+        w_at.contracting_last,
+        x.dtype,
+        w.dtype,
+        out_dtype,
+        jax.typeof(x_matrices).sharding,
+        None if isinstance(w, QuantizedWeight) else jax.typeof(matrices).sharding,
     )
-    y = _linear(x_at.matrices(x), matrices, words, config)
+    y = _linear(x_matrices, matrices, words, config)
     free = [
         tuple(s for a, s in enumerate(v.shape) if a not in contracting and a not in batch)
         for v, contracting, batch in ((x, x_contracting, x_batch), (w, w_contracting, w_batch))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_nvfp4_ops import _cuda, _primitive
+from jax_nvfp4_ops import _cuda, _primitive, layout
 from jax_nvfp4_ops._compat import ShapedArray
+from jax_nvfp4_ops._sharding import Axes, Dim, Shards, divide, leading_axes, tiles
 from jax_nvfp4_ops.array import NVFP4Array
 
 _TARGET = "nvfp4_matmul_v1"
@@ -103,7 +104,8 @@ def matmul_quantized(
                 f"got {accumulate.dtype}{list(accumulate.shape)}."
             )
         operands.append(accumulate)
-    (y,) = matmul_p.bind(
+    (y,) = _primitive.bind(
+        matmul_p,
         *operands,
         alphas=len(alphas),
         bias=bias is not None,
@@ -164,6 +166,65 @@ def _call(
     return call(*operands, alphas=np.int64(alphas), bias=bias, accumulate=accumulate)[:1]
 
 
+def _axes(*operands: Any, alphas: int, bias: bool, accumulate: bool, out_dtype: Any) -> Axes:
+    del out_dtype
+    batch = _batch_shape(operands, alphas=alphas, bias=bias, accumulate=accumulate)
+    a_codes, a_scales, b_codes, b_scales, *_ = operands
+    leading, sizes = leading_axes(batch)
+    m = divide("m", a_codes.shape[-2], layout.TILE_ROWS, sizes)
+    n = divide("n", b_codes.shape[-2], layout.TILE_ROWS, sizes)
+    k = divide("k", a_codes.shape[-1], layout.TILE_COLUMNS // 2, sizes)
+    trailing: list[tuple[Dim, ...]] = []
+    for name, dim, scales in (("m", m, a_scales), ("n", n, b_scales)):
+        trailing.append((dim, k))
+        trailing.append(
+            (tiles(name, scales.shape[-3], sizes), tiles("k", scales.shape[-2], sizes), ("tile",))
+        )
+    trailing += [()] * alphas + [(n,)] * bias + [(m, n)] * accumulate
+    return Axes(
+        operands=tuple(
+            (
+                *(
+                    # Of size 1 where it is repeated.
+                    dim if size == whole else ()
+                    for dim, size, whole in zip(leading, x.shape[: x.ndim - len(t)], batch)  # noqa: B905
+                ),
+                *t,
+            )
+            for x, t in zip(operands, trailing, strict=True)
+        ),
+        results=((*leading, m, n),),
+        sizes=sizes,
+        reduced=("k",),
+    )
+
+
+def _local(
+    call: Callable[..., Any],
+    shards: Shards,
+    operands: Sequence[jax.Array],
+    *,
+    alphas: int,
+    bias: bool,
+    accumulate: bool,
+    out_dtype: Any,
+) -> Sequence[jax.Array]:
+    if shards.count("k") == 1:
+        return list(
+            call(*operands, alphas=alphas, bias=bias, accumulate=accumulate, out_dtype=out_dtype)
+        )
+    # Each device has a part of K: parts of the sum are added in float32, and rounded once.
+    factors, rest = operands[: 4 + alphas], list(operands[4 + alphas :])
+    (y,) = call(*factors, alphas=alphas, bias=False, accumulate=False, out_dtype=jnp.float32)
+    y = jax.lax.psum(y, shards.axes(("k",)))
+    if bias:
+        b = rest.pop(0).astype(jnp.float32)
+        y = y + b.reshape(b.shape[:-1] + (1,) * (y.ndim - b.ndim) + b.shape[-1:])
+    if accumulate:
+        y = y + rest.pop(0).astype(jnp.float32)
+    return [y.astype(out_dtype)]
+
+
 def _with_one_alpha(
     operands: tuple[jax.Array, ...], alphas: int
 ) -> tuple[tuple[jax.Array, ...], int]:
@@ -218,5 +279,11 @@ def _jvp(
 
 
 matmul_p = _primitive.define(
-    "nvfp4_matmul", call=_call, abstract_eval=_abstract_eval, batch=_batch, jvp=_jvp
+    "nvfp4_matmul",
+    call=_call,
+    abstract_eval=_abstract_eval,
+    batch=_batch,
+    jvp=_jvp,
+    axes=_axes,
+    local=_local,
 )

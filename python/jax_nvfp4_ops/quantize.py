@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 
 from jax_nvfp4_ops import _primitive, layout
 from jax_nvfp4_ops._compat import ShapedArray
+from jax_nvfp4_ops._sharding import Axes, Dim, Shards, divide, leading_axes, tiles
 from jax_nvfp4_ops.amax import amax_p, check_matrix
 from jax_nvfp4_ops.array import NVFP4Array
 from jax_nvfp4_ops.format import HADAMARD_SIGNS, Format
@@ -203,8 +204,8 @@ def quantize_along(
             for axis, f in formats.items()
         }
         values = tuple(o for o in ("plain", "rows", "columns") if o in source.values())
-        (amax,) = amax_p.bind(
-            jax.lax.stop_gradient(x), example_ndim=0, outputs=values, signs=HADAMARD_SIGNS
+        (amax,) = _primitive.bind(
+            amax_p, jax.lax.stop_gradient(x), example_ndim=0, outputs=values, signs=HADAMARD_SIGNS
         )
         which = {axis: values.index(o) for axis, o in source.items()}
     which = which or {}
@@ -214,8 +215,13 @@ def quantize_along(
     operands += [partners[axis] for axis in formats if axis in partners]
     outputs = {axis: Output(f, which[axis], axis in partners) for axis, f in formats.items()}
     results = iter(
-        quantize_p.bind(
-            x, *operands, rows=outputs.get(-1), columns=outputs.get(-2), signs=HADAMARD_SIGNS
+        _primitive.bind(
+            quantize_p,
+            x,
+            *operands,
+            rows=outputs.get(-1),
+            columns=outputs.get(-2),
+            signs=HADAMARD_SIGNS,
         )
     )
 
@@ -252,9 +258,15 @@ def _shapes(
 
 
 def _abstract_eval(
-    x: Any, amax: Any, *operands: Any, rows: Output | None, columns: Output | None, signs: int
+    x: Any,
+    amax: Any,
+    *operands: Any,
+    rows: Output | None,
+    columns: Output | None,
+    signs: int,
+    origin: bool = False,
 ) -> list[ShapedArray]:
-    del operands, signs
+    del operands, signs, origin
     return [ShapedArray(s, d) for s, d in _shapes(x.shape, amax.ndim - 1, rows, columns)]
 
 
@@ -265,6 +277,7 @@ def _call(
     rows: Output | None,
     columns: Output | None,
     signs: int,
+    origin: bool = False,
 ) -> Sequence[jax.Array]:
     del platform
     example_ndim = operands[0].ndim - 1
@@ -275,7 +288,82 @@ def _call(
         rows=np.int64(rows.flags() if rows else 0),
         columns=np.int64(columns.flags() if columns else 0),
         signs=np.int64(signs),
+        origin=origin,
     )
+
+
+def _axes(
+    x: Any, amax: Any, *operands: Any, rows: Output | None, columns: Output | None, signs: int
+) -> Axes:
+    # A device's part has whole tiles of scales in each result.
+    del signs
+    leading, sizes = leading_axes(x.shape[:-2])
+    long, short = layout.TILE_ROWS, layout.TILE_COLUMNS
+    row = divide("row", x.shape[-2], long if rows else short, sizes)
+    column = divide("column", x.shape[-1], long if columns else short, sizes)
+    examples = leading[: amax.ndim - 1]
+    results: list[tuple[Dim, ...]] = []
+    shapes = iter(_shapes(x.shape, len(examples), rows, columns))
+    for output, (name, dim), (k_name, k_dim) in (
+        (rows, ("row", row), ("column", column)),
+        (columns, ("column", column), ("row", row)),
+    ):
+        if output is None:
+            continue
+        (_, _), (scales, _), (_, _) = next(shapes), next(shapes), next(shapes)
+        results += [
+            (*leading, dim, k_dim if k_name in sizes else (f"{k_name}_packed",)),
+            (*leading, tiles(name, scales[-3], sizes), tiles(k_name, scales[-2], sizes), ("tile",)),
+            examples,
+        ]
+    words = [("word",)] if len(operands) > 0 and operands[0].ndim == amax.ndim else []
+    return Axes(
+        operands=(
+            (*leading, row, column),
+            (*examples, ("value",)),
+            *((*examples, dim) for dim in words),
+            *(examples,) * (len(operands) - len(words)),
+        ),
+        results=tuple(results),
+        sizes=sizes,
+    )
+
+
+def _local(
+    call: Callable[..., Any], shards: Shards, operands: Sequence[jax.Array], **params: Any
+) -> Sequence[jax.Array]:
+    x, amax, *rest = operands
+    stochastic = any(
+        o is not None and o.format.rounding == "sr" for o in (params["rows"], params["columns"])
+    )
+    batch = range(amax.ndim - 1, x.ndim - 2)
+    if stochastic and shards.axes(("row", "column", *(f"axis{i}" for i in batch))):
+        rest.insert(1, _origin(shards, x.shape, batch))
+        return list(call(x, amax, *rest, origin=True, **params))
+    return list(call(*operands, **params))
+
+
+def _origin(shards: Shards, shape: Sequence[int], batch: range) -> jax.Array:
+    """u32[4 + matrices]: where a device's part of a tensor lies in it (csrc/ops/quantize.h), for its random bits."""
+    r, k = shape[-2:]
+    number, count = jnp.zeros((), jnp.uint32), 1
+    for i in reversed(batch):
+        name, size = f"axis{i}", shape[i]
+        places = shards.index(name) * size + jnp.arange(size)
+        number = number[None] + (places * count).astype(jnp.uint32).reshape(
+            (size,) + (1,) * number.ndim
+        )
+        count *= size * shards.count(name)
+    begin = jnp.array(
+        [
+            shards.index("row") * r,
+            shards.index("column") * k,
+            shards.count("row") * r,
+            shards.count("column") * k,
+        ],
+        jnp.uint32,
+    )
+    return jnp.concatenate([begin, number.reshape(-1)])
 
 
 def _batch(
@@ -292,6 +380,8 @@ quantize_p = _primitive.define(
     call=_call,
     abstract_eval=_abstract_eval,
     batch=_batch,
+    axes=_axes,
+    local=_local,
     jvp=_primitive.refuse_derivative(
         "quantize",
         "use nvfp4.dot_general, which has a first derivative, nvfp4.fake_quantize, or jax.lax.stop_gradient(x)",
