@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from b200 import audit, plugin
+from helpers import assert_same_bits
 from jax_nvfp4_ops import recipes
 from jax_nvfp4_ops.bench import cases, cli, limits, measure, report, rivals
 
@@ -260,6 +261,20 @@ def test_a_run_makes_as_many_calls_as_it_divides_by(loop):
     calls.clear()
     assert program.run() > 0
     assert len(calls) == program.calls
+
+
+@pytest.mark.parametrize("op", rivals.OPS)
+def test_a_loop_has_the_results_of_its_calls(op):
+    """What runs on a GPU, with a CPU's operations."""
+    for rival in tiny(op).rivals[:2]:
+        program = measure.Program(rival, jax.devices()[0], cache=1, loop=True)
+        program.sets, program._operands = 2, 2 * program._operands
+        program._make_loop(3)
+        program.run()
+        expected = jax.tree.leaves(jax.jit(rival.function)(*rival.operands()))
+        for results in program._results:
+            for got, wanted in zip(results, expected, strict=True):
+                assert_same_bits(got, wanted)
 
 
 def test_work_that_xla_moves_out_of_the_loop_is_reported():
