@@ -18,6 +18,10 @@ from b200 import audit, plugin, programs
 BF16, F32 = jnp.bfloat16, jnp.float32
 KEY = programs.KEY
 M = 8192  # tokens
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 10, 2), reason="XLA says what it launches since jax 0.10.2"
+)
 NVFP4 = programs.LINEARS["nvfp4"]
 
 
@@ -60,8 +64,8 @@ def test_audit_of_a_product():
 def test_audit_of_bytes(function, read, written):
     report = audit.audit(function, spec(1024, 2048))
     small = 1 << 15  # partial and final results of the reduction
-    assert abs(report._total(lambda k: k.read) - (read << 20)) <= small
-    assert abs(report._total(lambda k: k.written) - (written << 20)) <= small
+    assert abs(sum(k.read for k in report.kernels) - (read << 20)) <= small
+    assert abs(sum(k.written for k in report.kernels) - (written << 20)) <= small
 
 
 def test_audit_of_a_scan():

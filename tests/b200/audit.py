@@ -67,7 +67,7 @@ class Kernel:
         return bool(self.ops) and self.ops <= _MOVES and self.read > 1024
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report:
     """What runs on a B200 in one call of a compiled function; bytes and seconds are of one device.
 
@@ -126,7 +126,7 @@ class Report:
                 found[op] += kernel.times * kernel.written
         return dict(found)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [f"{'times':>5} {'read MB':>9} {'written MB':>10} {'us':>8} graph  what"]
         lines += [
             f"{k.times * k.launches:>5} {k.read / 1e6:>9.3f} {k.written / 1e6:>10.3f} "
