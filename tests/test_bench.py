@@ -830,6 +830,15 @@ def test_without_a_device_there_is_no_traceback():
     assert "python -m jax_nvfp4_ops doctor" in done.stderr
 
 
+@pytest.mark.parametrize("words", [["bench", "--list", "--case", "all"], ["doctor"]])
+def test_a_pipe_that_closes_makes_no_traceback(words):
+    arguments = [sys.executable, "-m", "jax_nvfp4_ops", *words]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
 def test_the_command_line_names_its_commands():
     done = command("measure")
     assert done.returncode == 2 and "(choose from 'bench', 'doctor')" in done.stderr.replace(

@@ -336,6 +336,7 @@ def test_a_gpu_without_a_backend():
         ("XlaRuntimeError: no kernel image is available", "-DNVFP4_CUDA_TARGETS of the chip"),
         ("nvfp4_matmul: libcublasLt.so.13: not found", "pip install 'nvidia-cublas>=13.2'"),
         ("RESOURCE_EXHAUSTED: Out of memory", "the device's memory is in use"),
+        ("INVALID_ARGUMENT: Wrong number of attributes", "of another version than the Python"),
         ("matmul: 3 of 9 differ", "please report it as a bug"),
     ],
 )

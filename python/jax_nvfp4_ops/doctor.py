@@ -518,6 +518,8 @@ def _test_fix(text: str) -> str:
             + _BUILD_CUDA
             + ", with -DNVFP4_CUDA_TARGETS of the chip"
         )
+    if "Wrong number of" in text:  # of a handler's operands or attributes
+        return "the compiled module is of another version than the Python around it: install both again (pip install .)"
     if "cublaslt" in text.lower():
         return "pip install 'nvidia-cublas>=13.2'"
     if "out of memory" in text.lower() or "RESOURCE_EXHAUSTED" in text:

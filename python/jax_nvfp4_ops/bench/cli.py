@@ -77,7 +77,12 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    p.add_argument("--op", choices=("quantize", "matmul", "linear", "all"), default="all")
+    p.add_argument(
+        "--op",
+        choices=("quantize", "matmul", "linear", "all"),
+        default="all",
+        help="linear: forward and backward (default: all)",
+    )
     p.add_argument(
         "--case",
         action="append",
@@ -95,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"rows of the activations (default: {_TOKENS[False][0]}, on a CPU {_TOKENS[False][1]})",
     )
     p.add_argument(
-        "--recipe", default="nvidia", metavar="NAME", help="of the linear layer (nvidia)"
+        "--recipe", default="nvidia", metavar="NAME", help="of linear layers (default: nvidia)"
     )
     p.add_argument(
         "--repeats",
@@ -322,8 +327,9 @@ class _Run:
         from rich.table import Table
 
         shown = Table()
-        for header in ("name", "M", "N", "K", "GFLOP", "against", "not run"):
-            shown.add_column(header, justify="right" if len(header) in (1, 5) else "left")
+        numbers = ("M", "N", "K", "GFLOP")
+        for header in ("name", *numbers, "against", "not run"):
+            shown.add_column(header, justify="right" if header in numbers else "left")
         for group in self.groups:
             case = group.case
             shown.add_row(

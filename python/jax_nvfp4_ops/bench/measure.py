@@ -274,8 +274,7 @@ def measure(
         for r in group.rivals
     ]
     programs.clear()
-    gc.collect()
-    jax.clear_caches()
+    gc.collect()  # their memory is for the next group
     return measurements
 
 
