@@ -62,6 +62,11 @@ NVFP4_DEVICE T& DynamicShared() {
 NVFP4_DEVICE uint32_t Uniform(uint32_t x) { return __reduce_max_sync(0xFFFFFFFFu, x); }
 NVFP4_DEVICE float Uniform(float x) { return FloatOf(Uniform(BitsOf(x))); }
 
+// The same value, which the compiler then keeps in a register and does not compute again.
+NVFP4_DEVICE uint32_t InRegister(uint32_t x) {
+  return __shfl_sync(0xFFFFFFFFu, x, static_cast<int>(threadIdx.x % 32));
+}
+
 // ---- Pairs of float32
 
 NVFP4_DEVICE float2 Pair(float x, float y) { return make_float2(x, y); }

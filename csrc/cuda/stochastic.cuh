@@ -2,6 +2,8 @@
 // arithmetic.
 #pragma once
 
+#include <utility>
+
 #include "core/stochastic.h"
 #include "cuda/device.cuh"
 
@@ -35,9 +37,43 @@ NVFP4_DEVICE uint32_t PackSums(const uint32_t (&sum)[4]) {
   return Select(0x77777777u, codes, Select(0x08080808u, rotated, odd));
 }
 
-// The random bits of blocks (core/stochastic.h BlockRandom).
-struct RandomBits {
-  uint32_t key[2];
+// The random bits of blocks (core/stochastic.h BlockRandom). Rounds are template arguments, not
+// turns of a loop, as an array that is indexed in a loop may lie in memory.
+class RandomBits {
+ public:
+  NVFP4_DEVICE void SetKey(uint32_t key0, uint32_t key1) { SetKey(key0, key1, Rounds()); }
+
+  NVFP4_DEVICE Philox At(uint32_t row, uint32_t row_high, uint32_t block, uint32_t stream) const {
+    Philox random{{block, row, row_high, stream}};
+    Run(random.word, Rounds());
+    return random;
+  }
+
+ private:
+  using Rounds = std::make_integer_sequence<uint32_t, 10>;
+
+  template <uint32_t... kRounds>
+  NVFP4_DEVICE void SetKey(uint32_t key0, uint32_t key1,
+                           std::integer_sequence<uint32_t, kRounds...>) {
+    constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;
+    ((key0_[kRounds] = Uniform(key0 + kRounds * kWeyl0)), ...);
+    ((key1_[kRounds] = Uniform(key1 + kRounds * kWeyl1)), ...);
+  }
+
+  template <uint32_t... kRounds>
+  NVFP4_DEVICE void Run(uint32_t (&c)[4], std::integer_sequence<uint32_t, kRounds...>) const {
+    (Round(c, key0_[kRounds], key1_[kRounds]), ...);
+  }
+
+  static NVFP4_DEVICE void Round(uint32_t (&c)[4], uint32_t key0, uint32_t key1) {
+    uint32_t low0, high0, low1, high1;
+    MultiplyWide(c[0], 0xD2511F53u, low0, high0);
+    MultiplyWide(c[2], 0xCD9E8D57u, low1, high1);
+    c[0] = high1 ^ c[1] ^ key0;
+    c[2] = high0 ^ c[3] ^ key1;
+    c[1] = low1;
+    c[3] = low0;
+  }
 
   // a * b, both halves.
   static NVFP4_DEVICE void MultiplyWide(uint32_t a, uint32_t b, uint32_t& low, uint32_t& high) {
@@ -52,22 +88,7 @@ struct RandomBits {
 #endif
   }
 
-  NVFP4_DEVICE Philox At(uint32_t row, uint32_t row_high, uint32_t block, uint32_t stream) const {
-    constexpr uint32_t kMultiplier0 = 0xD2511F53u, kMultiplier1 = 0xCD9E8D57u;
-    constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;
-    uint32_t c[4] = {block, row, row_high, stream};
-#pragma unroll
-    for (uint32_t round = 0; round < 10u; ++round) {
-      uint32_t low0, high0, low1, high1;
-      MultiplyWide(c[0], kMultiplier0, low0, high0);
-      MultiplyWide(c[2], kMultiplier1, low1, high1);
-      c[0] = high1 ^ c[1] ^ (key[0] + round * kWeyl0);
-      c[2] = high0 ^ c[3] ^ (key[1] + round * kWeyl1);
-      c[1] = low1;
-      c[3] = low0;
-    }
-    return Philox{{c[0], c[1], c[2], c[3]}};
-  }
+  uint32_t key0_[Rounds::size()] = {}, key1_[Rounds::size()] = {};  // of each round
 };
 
 // sum + (x >> 7) in one instruction

@@ -70,14 +70,15 @@ struct Tile {
   static constexpr bool kHalves = kType != FloatType::kF32;  // a word holds two elements
   static constexpr int kSize = kHalves ? 2 : 4;
   static constexpr int kBlockWords = kBlock * kSize / 4;
-  static constexpr int kRowChunks = kTile * kSize / 16;
+  static constexpr int kBlockChunks = kBlockWords / 4;
+  static constexpr int kRowChunks = kTile / kBlock * kBlockChunks;
 
   // 16 elements of a row.
   struct RowBlock {
     uint32_t w[kBlockWords];
   };
-  // 16 rows of four columns (halves: two words a row) or of two.
-  static constexpr int kColumnWords = 2;
+  // 16 rows of four columns.
+  static constexpr int kColumnWords = kThreadColumns * kSize / 4;
   struct ColumnBlock {
     uint32_t w[kBlock][kColumnWords];
   };
@@ -85,10 +86,9 @@ struct Tile {
   uint4 chunks[kTile][kRowChunks];
 
   // Where a chunk of a row lies. The threads that are served at once find different banks, as they
-  // store the blocks of a row and (halves) as they load from four blocks of rows.
+  // store the blocks of a row and as they load from four blocks of rows.
   static NVFP4_DEVICE int ChunkAt(int row, int chunk) {
-    return kHalves ? chunk ^ chunk / 8 ^ row / kBlock % 4 * 2
-                   : chunk ^ chunk / 8 ^ row / kBlock % 2 * 4;
+    return chunk ^ chunk / 8 ^ row / kBlock % 4 * 2;
   }
 
   // `from`: the block's first element; all of the block is in the matrix. kBytes: what `from` is
@@ -130,25 +130,51 @@ struct Tile {
     }
   }
 
-  NVFP4_DEVICE void Store(BlockPlace at, const RowBlock& b) {
-#pragma unroll
-    for (int i = 0; i < kBlockWords / 4; ++i)
-      chunks[at.row][ChunkAt(at.row, at.block * (kBlockWords / 4) + i)] =
-          make_uint4(b.w[4 * i], b.w[4 * i + 1], b.w[4 * i + 2], b.w[4 * i + 3]);
+  // Where this thread's blocks along rows begin, in chunks. All their rows are in one block of
+  // rows.
+  static NVFP4_DEVICE uint32_t StorePlace() {
+    const BlockPlace at = RowPlace(0);
+    return at.row * kRowChunks + ChunkAt(at.row, at.block * kBlockChunks);
   }
 
-  // Halves: the four columns of this thread. Float32: columns 2 * part and 2 * part + 1 of them.
-  NVFP4_DEVICE ColumnBlock LoadColumns(BlockPlace at, int part) const {
-    const int row = at.block * kBlock;
-    const int chunk = at.row * kSize / 16;
-    const auto* from = reinterpret_cast<const uint2*>(&chunks[row][ChunkAt(row, chunk)]) +
-                       (kHalves ? at.row * kSize / 8 % 2 : part);
+  NVFP4_DEVICE void Store(uint32_t place, const RowBlock (&blocks)[kThreadRows]) {
+#pragma unroll
+    for (int i = 0; i < kBlockChunks; ++i) {
+      // A block begins at a multiple of its number of chunks.
+      uint4* to = &chunks[0][0] + (place ^ i);
+#pragma unroll
+      for (int j = 0; j < kThreadRows; ++j) {
+        const RowBlock& b = blocks[j];
+        to[j * kRowStep * kRowChunks] =
+            make_uint4(b.w[4 * i], b.w[4 * i + 1], b.w[4 * i + 2], b.w[4 * i + 3]);
+      }
+    }
+  }
+
+  // Where this thread's columns begin, in what it loads at once.
+  static NVFP4_DEVICE uint32_t LoadPlace() {
+    const BlockPlace at = ColumnPlace();
+    const int row = at.block * kBlock, byte = at.row * kSize;
+    const int chunk = row * kRowChunks + ChunkAt(row, byte / 16);
+    return kHalves ? chunk * 2 + byte / 8 % 2 : chunk;
+  }
+
+  NVFP4_DEVICE ColumnBlock LoadColumns(uint32_t place) const {
     ColumnBlock b;
 #pragma unroll
     for (int r = 0; r < kBlock; ++r) {
-      const uint2 words = from[r * kRowChunks * 2];
-      b.w[r][0] = words.x;
-      b.w[r][1] = words.y;
+      if constexpr (kHalves) {
+        const uint2 words =
+            reinterpret_cast<const uint2*>(&chunks[0][0])[place + r * kRowChunks * 2];
+        b.w[r][0] = words.x;
+        b.w[r][1] = words.y;
+      } else {
+        const uint4 words = (&chunks[0][0])[place + r * kRowChunks];
+        b.w[r][0] = words.x;
+        b.w[r][1] = words.y;
+        b.w[r][2] = words.z;
+        b.w[r][3] = words.w;
+      }
     }
     return b;
   }
@@ -168,7 +194,7 @@ struct Tile {
     if constexpr (kHalves)
       return WidenPair<kType>(b.w[r][part]);
     else
-      return Pair(FloatOf(b.w[r][0]), FloatOf(b.w[r][1]));
+      return Pair(FloatOf(b.w[r][2 * part]), FloatOf(b.w[r][2 * part + 1]));
   }
 
   // ---- The Hadamard transform (core/hadamard.h), not yet rounded to bfloat16.
@@ -179,7 +205,7 @@ struct Tile {
   // finite, and codes are unspecified. Float32 is multiplied at the end.
 
   template <bool kFour>
-  static NVFP4_DEVICE uint16_t Factor(uint32_t signs, int i) {
+  static NVFP4_DEVICE constexpr uint16_t Factor(uint32_t signs, int i) {
     constexpr uint32_t kOne = kType == FloatType::kBf16 ? 0x3F80u : 0x3C00u;
     constexpr uint32_t kQuarter = kType == FloatType::kBf16 ? 0x3E80u : 0x3400u;
     return static_cast<uint16_t>((kFour ? kOne : kQuarter) | (signs >> i & 1u) << 15);
@@ -194,7 +220,7 @@ struct Tile {
   }
 
   static NVFP4_DEVICE float Flip(float x, uint32_t signs, int i) {
-    return FloatOf(BitsOf(x) ^ (signs >> i & 1u) << 31);
+    return (signs >> i & 1u) != 0 ? -x : x;  // part of the next instruction where signs are known
   }
 
   template <bool kFour, int kCount>
@@ -306,5 +332,18 @@ struct Tile {
     }
   }
 };
+
+// A block of halves as float32, as it is or times one quarter: both are exact.
+template <FloatType kType, bool kQuarter>
+NVFP4_DEVICE Tile<FloatType::kF32>::RowBlock Widened(const typename Tile<kType>::RowBlock& b) {
+  constexpr uint16_t kFactor = Tile<kType>::template Factor<!kQuarter>(0, 0);
+  Tile<FloatType::kF32>::RowBlock wide;
+#pragma unroll
+  for (int i = 0; i < kBlock / 2; ++i) {
+    wide.w[2 * i] = BitsOf(MultiplyAdd<kType, 0>(b.w[i], kFactor, -0.0f));
+    wide.w[2 * i + 1] = BitsOf(MultiplyAdd<kType, 1>(b.w[i], kFactor, -0.0f));
+  }
+  return wide;
+}
 
 }  // namespace nvfp4

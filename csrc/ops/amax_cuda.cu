@@ -100,8 +100,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
                 args.k - column, row_bytes % 16 == 0, blocks);
         if (args.along_columns != nullptr) {
           __syncthreads();  // the tile before
-#pragma unroll
-          for (int i = 0; i < kThreadRows; ++i) tile.Store(RowPlace(i), blocks[i]);
+          tile.Store(T::StorePlace(), blocks);
         }
         if (args.plain != nullptr) {
 #pragma unroll
@@ -120,10 +119,9 @@ __global__ void __launch_bounds__(kTileThreads, 2)
         }
         if (args.along_columns != nullptr) {
           __syncthreads();
-          typename T::ColumnBlock words;
+          const typename T::ColumnBlock words = tile.LoadColumns(T::LoadPlace());
 #pragma unroll
           for (int part = 0; part < 2; ++part) {
-            if (part == 0 || !T::kHalves) words = tile.LoadColumns(ColumnPlace(), part);
             float2 v[kBlock];
             T::template Hadamard<true>(words, part, args.signs, v);
             largest.along_columns =

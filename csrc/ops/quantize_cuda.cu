@@ -50,22 +50,22 @@ constexpr int kScaleTileColumns = kTileBlocks * kBlock;  // elements
 constexpr int kBlockBytes = kBlock / 2;
 constexpr int kScales = 128;  // E4M3 codes without a sign
 
-// The factor 2^-14 of stochastic rounding is folded into the encode factors, which changes no bit
-// where they stay normal: where the amax is below.
-constexpr float kFoldsBelow = 0x1p100f;
+// Factors that are powers of two are folded into others, which changes no bit where all stay
+// normal: where the amax is zero or between these.
+constexpr float kFoldsFrom = 0x1p-100f, kFoldsBelow = 0x1p100f;
 
 struct OutputState {
   float encode[kScales];  // BlockEncode of each scale, times 2^-14 where that is folded in
   float block_factor;     // TensorScale::block_factor
 };
 
-template <FloatType kType>
+template <FloatType kKept>
 struct Shared {
   OutputState rows, columns;
   // Of two tiles, as a block of threads fills the next while the last ones still copy; along rows,
   // then along columns.
   alignas(16) uint8_t scales[2][2][kScaleBytes];
-  alignas(16) Tile<kType> tile;  // not there if only rows are wanted
+  alignas(16) Tile<kKept> tile;  // not there if only rows are wanted
 };
 
 // Blocks of threads are numbered along k, then down the rows of the matrices one after the other.
@@ -79,15 +79,20 @@ template <FloatType kType, int kRows, int kColumns, bool kWhole>
 class Quantizer {
  public:
   static constexpr bool kHasRows = kRows != kAbsent, kHasColumns = kColumns != kAbsent;
-  static constexpr bool kFolds =
-      kWhole && Tile<kType>::kHalves && ((kRows | kColumns) & kStochastic) != 0;
+  using T = Tile<kType>;
+  // Stochastic rounding takes so many instructions that they bound the kernel, not the memory. Then
+  // a tile is widened once and kept as float32, and all factors are folded that can be: 2^-14 of
+  // stochastic rounding, and one quarter of the Hadamard transform, which the tile is kept with.
+  static constexpr bool kFolds = kWhole && T::kHalves && ((kRows | kColumns) & kStochastic) != 0;
+  static constexpr bool kQuarters = kFolds && (kColumns & kHadamard) != 0;
+  static constexpr FloatType kKept = kFolds ? FloatType::kF32 : kType;
+  using Kept = Tile<kKept>;
   // The next tile is loaded before this one is quantized along its columns. Stochastic rounding
   // leaves no registers for that, and takes long enough for another block of threads to load.
   static constexpr bool kLoadsEarly = kWhole && ((kRows | kColumns) & kStochastic) == 0;
-  using T = Tile<kType>;
 
   NVFP4_DEVICE Quantizer(const QuantizeArgs& args, const Grid& grid)
-      : args_(args), grid_(grid), shared_(DynamicShared<Shared<kType>>()) {}
+      : args_(args), grid_(grid), shared_(DynamicShared<Shared<kKept>>()) {}
 
   NVFP4_DEVICE void Run() {
     if (blockIdx.x == 0) {
@@ -129,8 +134,9 @@ class Quantizer {
   }
 
   NVFP4_DEVICE bool Folds(const QuantizeOutput& out, uint32_t example) const {
-    return out.amax == nullptr || !out.stochastic ||
-           out.amax[example * args_.amax_stride] < kFoldsBelow;
+    if (out.amax == nullptr) return true;
+    const float amax = out.amax[example * args_.amax_stride];
+    return amax == 0.0f || (amax >= kFoldsFrom && amax < kFoldsBelow);
   }
 
   NVFP4_DEVICE void Prepare(uint32_t example) {
@@ -142,14 +148,17 @@ class Quantizer {
     if (out.amax != nullptr) {
       const TensorScale tensor = TensorScaleOf(out.amax[example * args_.amax_stride]);
       OutputState& state = columns ? shared_.columns : shared_.rows;
-      const float encode = BlockEncode(scale, tensor);
-      state.encode[scale] =
-          kFolds && folds_ && out.stochastic ? __fmul_rn(encode, 0x1p-14f) : encode;
-      if (scale == 0) state.block_factor = tensor.block_factor;
+      float encode = BlockEncode(scale, tensor), factor = tensor.block_factor;
+      if (kFolds && folds_) {
+        const float kept = kQuarters && !columns ? 4.0f : 1.0f;
+        encode = __fmul_rn(encode, kept * (out.stochastic ? 0x1p-14f : 1.0f));
+        factor = __fmul_rn(factor, kept);
+      }
+      state.encode[scale] = encode;
+      if (scale == 0) state.block_factor = factor;
     }
-    if (args_.key != nullptr) {
-      random_.key[0] = Uniform(args_.key[2 * example]);
-      random_.key[1] = Uniform(args_.key[2 * example + 1]);
+    if constexpr (((kRows | kColumns) & (kStochastic | kAny)) != 0) {
+      if (args_.key != nullptr) random_.SetKey(args_.key[2 * example], args_.key[2 * example + 1]);
     }
     __syncthreads();
     if (WantsRows()) row_factor_ = Uniform(shared_.rows.block_factor);
@@ -170,6 +179,10 @@ class Quantizer {
     random_column_ = matrix_of_example * args_.k + column_;
     row_block_ = static_cast<uint32_t>(column_ / kBlock) + row_place.block;
     column_block_ = static_cast<uint32_t>(row_ / kBlock) + column_place.block;
+    row_staged_ = InRegister(StagedOffset(row_place));
+    column_staged_ = StagedOffset(column_place);  // in a register this would be one too many
+    store_place_ = InRegister(Kept::StorePlace());
+    load_place_ = InRegister(Kept::LoadPlace());
     codes_stride_[0] = CodesStride(args_.k);
     codes_stride_[1] = CodesStride(args_.rows);
     if (WantsRows())
@@ -228,12 +241,20 @@ class Quantizer {
     from_ += kTile * T::kSize;
   }
 
+  // As the tile is kept.
+  static NVFP4_DEVICE typename Kept::RowBlock Keep(const typename T::RowBlock& block) {
+    if constexpr (kFolds)
+      return Widened<kType, kQuarters>(block);
+    else
+      return block;
+  }
+
   template <bool kFolded>
-  NVFP4_DEVICE void QuantizeTile(typename T::RowBlock (&blocks)[kThreadRows]) {
-    if (WantsColumns()) {
+  NVFP4_DEVICE void QuantizeTile(typename T::RowBlock (&loaded)[kThreadRows]) {
+    typename Kept::RowBlock blocks[kThreadRows];
 #pragma unroll
-      for (int i = 0; i < kThreadRows; ++i) shared_.tile.Store(RowPlace(i), blocks[i]);
-    }
+    for (int i = 0; i < kThreadRows; ++i) blocks[i] = Keep(loaded[i]);
+    if (WantsColumns()) shared_.tile.Store(store_place_, blocks);
     if constexpr (kRows == kAny) {
       const QuantizeOutput& out = args_.along_rows;
       if (WantsRows()) {
@@ -254,7 +275,7 @@ class Quantizer {
     }
     __syncthreads();
     if constexpr (kLoadsEarly) {
-      if (left_ > 1) Load(blocks);
+      if (left_ > 1) Load(loaded);
     }
     if constexpr (kColumns == kAny) {
       const QuantizeOutput& out = args_.along_columns;
@@ -301,7 +322,7 @@ class Quantizer {
   }
 
   template <int kMode, bool kFolded>
-  NVFP4_DEVICE void Rows(const typename T::RowBlock (&blocks)[kThreadRows]) {
+  NVFP4_DEVICE void Rows(const typename Kept::RowBlock (&blocks)[kThreadRows]) {
     const QuantizeOutput& out = args_.along_rows;
     const OutputState& state = shared_.rows;
     const bool square = kRows == kAny ? out.tile16 : IsSet(kMode, kTile16);
@@ -310,10 +331,11 @@ class Quantizer {
     for (int i = 0; i < kThreadRows; ++i) {
       if constexpr (IsSet(kMode, kHadamard)) {
         float2 v[kBlock / 2];
-        T::Hadamard(blocks[i], Signs(), v);
-        scale[i] = ThroughBf16(T::AmaxOfAll(v));
+        Kept::Hadamard(blocks[i], Signs(), v);
+        scale[i] = ThroughBf16(Kept::AmaxOfAll(v));
       } else {
-        scale[i] = T::Amax(blocks[i]);
+        scale[i] = Kept::Amax(blocks[i]);
+        if constexpr (kQuarters && !kFolded) scale[i] = __fmul_rn(scale[i], 4.0f);
       }
     }
     if (square) {
@@ -330,7 +352,7 @@ class Quantizer {
       scale[i + 1] = two.y;
     }
     const BlockPlace at = RowPlace(0);
-    uint8_t* staged = shared_.scales[buffer_][0] + StagedOffset(at);
+    uint8_t* staged = shared_.scales[buffer_][0] + row_staged_;
     uint8_t* to = row_codes_;
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
@@ -339,12 +361,15 @@ class Quantizer {
       const float encode = state.encode[byte];
       float2 v[kBlock / 2];
       if constexpr (IsSet(kMode, kHadamard)) {
-        T::Hadamard(blocks[i], Signs(), v);
+        Kept::Hadamard(blocks[i], Signs(), v);
 #pragma unroll
         for (int j = 0; j < kBlock / 2; ++j) v[j] = Pair(ThroughBf16(v[j].x), ThroughBf16(v[j].y));
       } else {
 #pragma unroll
-        for (int j = 0; j < kBlock / 2; ++j) v[j] = T::PairOf(blocks[i], j);
+        for (int j = 0; j < kBlock / 2; ++j) {
+          v[j] = Kept::PairOf(blocks[i], j);
+          if constexpr (kQuarters && !kFolded) v[j] = Multiply(v[j], Pair(4.0f, 4.0f));
+        }
       }
       float y[kBlock];
 #pragma unroll
@@ -373,15 +398,13 @@ class Quantizer {
     const bool square = kColumns == kAny ? out.tile16 : IsSet(kMode, kTile16);
     const BlockPlace at = ColumnPlace();
     const int64_t left = args_.k - column_ - at.row;  // columns from the first of this thread on
-    uint8_t* staged = shared_.scales[buffer_][1] + StagedOffset(at);
+    uint8_t* staged = shared_.scales[buffer_][1] + column_staged_;
     uint8_t* to = column_codes_;
-    typename T::ColumnBlock words;
-    if constexpr (T::kHalves) words = shared_.tile.LoadColumns(at, 0);
+    const typename Kept::ColumnBlock words = shared_.tile.LoadColumns(load_place_);
     float square_amax = 0.0f;
     if (square) {
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        if constexpr (!T::kHalves) words = shared_.tile.LoadColumns(at, part);
         float2 v[kBlock];
         const float2 amax = ColumnAmax<kMode>(words, part, v);
         square_amax = max(square_amax, max(amax.x, amax.y));
@@ -390,7 +413,6 @@ class Quantizer {
     }
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      if constexpr (!T::kHalves) words = shared_.tile.LoadColumns(at, part);
       float2 v[kBlock];
       float2 amax = ColumnAmax<kMode>(words, part, v);
       if (square) {
@@ -405,7 +427,7 @@ class Quantizer {
         for (int r = 0; r < kBlock; ++r) v[r] = Pair(ThroughBf16(v[r].x), ThroughBf16(v[r].y));
       } else {
 #pragma unroll
-        for (int r = 0; r < kBlock; ++r) v[r] = T::PairOf(words, part, r);
+        for (int r = 0; r < kBlock; ++r) v[r] = Kept::PairOf(words, part, r);
       }
 #pragma unroll
       for (int r = 0; r < kBlock; ++r) v[r] = Multiply(v[r], encode);
@@ -431,14 +453,14 @@ class Quantizer {
 
   // With the Hadamard transform v is what it gives, not yet rounded.
   template <int kMode>
-  NVFP4_DEVICE float2 ColumnAmax(const typename T::ColumnBlock& words, int part,
+  NVFP4_DEVICE float2 ColumnAmax(const typename Kept::ColumnBlock& words, int part,
                                  float2 (&v)[kBlock]) const {
     if constexpr (IsSet(kMode, kHadamard)) {
-      T::Hadamard(words, part, Signs(), v);
-      const float2 amax = T::AmaxOfColumns(v);
+      Kept::template Hadamard<kQuarters>(words, part, Signs(), v);
+      const float2 amax = Kept::AmaxOfColumns(v);
       return Pair(ThroughBf16(amax.x), ThroughBf16(amax.y));
     } else {
-      return T::AmaxOfColumns(words, part);
+      return Kept::AmaxOfColumns(words, part);
     }
   }
 
@@ -465,13 +487,15 @@ class Quantizer {
 
   const QuantizeArgs& args_;
   const Grid& grid_;
-  Shared<kType>& shared_;
+  Shared<kKept>& shared_;
   int64_t row_ = 0, column_ = 0;                // of the tile
   int64_t random_row_ = 0, random_column_ = 0;  // the same, counted through an example's matrices
   uint32_t row_block_ = 0, column_block_ = 0;   // this thread's, in the quantized matrices
   int64_t codes_stride_[2] = {0, 0};            // along rows, along columns
   const uint8_t* from_ = nullptr;  // this thread's first block along rows, in the next tile
   uint32_t left_ = 0;              // tiles, with this one
+  uint32_t store_place_ = 0, load_place_ = 0;    // in the tile
+  uint32_t row_staged_ = 0, column_staged_ = 0;  // this thread's first scales, in scales[][]
   uint8_t* row_codes_ = nullptr;
   uint8_t* column_codes_ = nullptr;
   uint8_t* row_scales_ = nullptr;  // of the tile
@@ -490,7 +514,17 @@ __global__ void __launch_bounds__(kTileThreads, kWhole ? kResidentBlocks : 1)
 
 // ---- Launch
 
-using Kernel = void (*)(const QuantizeArgs, const Grid);
+struct Kernel {
+  void (*function)(const QuantizeArgs, const Grid);
+  size_t shared_bytes, tile_bytes;  // the tile is at the end of what is shared
+};
+
+template <FloatType kType, int kRows, int kColumns, bool kWhole>
+constexpr Kernel KernelFor() {
+  constexpr FloatType kKept = Quantizer<kType, kRows, kColumns, kWhole>::kKept;
+  return {QuantizeKernel<kType, kRows, kColumns, kWhole>, sizeof(Shared<kKept>),
+          sizeof(Tile<kKept>)};
+}
 
 int ModeOf(const QuantizeOutput& out) {
   if (out.codes == nullptr) return kAbsent;
@@ -505,7 +539,7 @@ struct WholeKernel {
 
 template <int kRows, int kColumns>
 constexpr WholeKernel Whole() {
-  return {kRows, kColumns, QuantizeKernel<FloatType::kBf16, kRows, kColumns, true>};
+  return {kRows, kColumns, KernelFor<FloatType::kBf16, kRows, kColumns, true>()};
 }
 
 // What recipes ask for: bfloat16, all of it in whole tiles.
@@ -530,13 +564,13 @@ Kernel KernelOf(const QuantizeArgs& args) {
   }
   switch (args.type) {
     case FloatType::kF32:
-      return QuantizeKernel<FloatType::kF32, kAny, kAny, false>;
+      return KernelFor<FloatType::kF32, kAny, kAny, false>();
     case FloatType::kBf16:
-      return QuantizeKernel<FloatType::kBf16, kAny, kAny, false>;
+      return KernelFor<FloatType::kBf16, kAny, kAny, false>();
     case FloatType::kF16:
-      return QuantizeKernel<FloatType::kF16, kAny, kAny, false>;
+      return KernelFor<FloatType::kF16, kAny, kAny, false>();
   }
-  return nullptr;
+  return {};
 }
 
 // How many tiles a block of threads takes one after the other, of `across` in each of `bands`: what
@@ -581,15 +615,12 @@ CudaError QuantizeOnCuda(const QuantizeArgs& args, CudaStream stream) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(kTileThreads);
-  const bool tile = args.along_columns.codes != nullptr;
-  config.dynamicSmemBytes =
-      args.type == FloatType::kF32
-          ? (sizeof(Shared<FloatType::kF32>) - (tile ? 0 : sizeof(Tile<FloatType::kF32>)))
-          : (sizeof(Shared<FloatType::kBf16>) - (tile ? 0 : sizeof(Tile<FloatType::kBf16>)));
+  const bool has_tile = args.along_columns.codes != nullptr;
+  config.dynamicSmemBytes = kernel.shared_bytes - (has_tile ? 0 : kernel.tile_bytes);
   config.stream = stream;
-  const cudaError_t error = AllowShared(kernel, config.dynamicSmemBytes);
+  const cudaError_t error = AllowShared(kernel.function, config.dynamicSmemBytes);
   if (error != cudaSuccess) return TextOf(error);
-  return TextOf(cudaLaunchKernelEx(&config, kernel, args, grid));
+  return TextOf(cudaLaunchKernelEx(&config, kernel.function, args, grid));
 }
 
 }  // namespace nvfp4

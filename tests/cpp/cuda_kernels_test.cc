@@ -350,9 +350,10 @@ std::vector<Case> Cases() {
     }
     add({1, 1, 128, 128, FloatType::kBf16, Data::kBellShaped, OutputOf(rows), OutputOf(columns),
          1.0f, false, 16, 1, 0});
-    // An amax so large that 2^-14 can not be folded into the encode factors.
-    add({1, 1, 128, 128, FloatType::kBf16, Data::kHuge, OutputOf(rows), OutputOf(columns), 1.0f,
-         false, 32, 1, 0});
+    // An amax so large or so small that factors can not be folded into others.
+    for (const Data data : {Data::kHuge, Data::kSmall, Data::kSubnormal})
+      add({1, 1, 128, 128, FloatType::kBf16, data, OutputOf(rows), OutputOf(columns), 1.0f, false,
+           32, 1, 0});
   }
   // Every pair of options, each type, at a shape with tails.
   for (int64_t rows = 0; rows <= 8; ++rows) {

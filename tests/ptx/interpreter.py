@@ -30,6 +30,7 @@ TYPES = {
        for kind in "bus" for size in (1, 2, 4, 8)},
     "f32": np.dtype("f4"),
 }  # fmt: skip
+COLLECTIVE = ("shfl", "redux")  # of the lanes that a mask names, the last operand
 SPECIAL = re.compile(r"%(n?tid|n?ctaid)\.([xyz])|%laneid")
 
 
@@ -387,13 +388,17 @@ class _Grid:
     def run(self) -> Result:
         code, end = self.kernel.code, len(self.kernel.code)
         pc = np.zeros(self.n, np.int64)
-        at_barrier = np.zeros(self.n, bool)
+        at_barrier, for_lanes = np.zeros((2, self.n), bool)  # who waits
         targets = set(self.kernel.labels.values())
         with np.errstate(all="ignore"):
             while True:
-                where = np.where(at_barrier, end, pc)
+                where = np.where(at_barrier | for_lanes, end, pc)
                 at = int(where.min())
                 if at == end:
+                    if for_lanes.any():
+                        raise Error(
+                            f"lanes of the mask are elsewhere: {code[pc[for_lanes][0]].text}"
+                        )
                     if not at_barrier.any():
                         return self.result
                     self.pass_barrier(pc, at_barrier)
@@ -401,6 +406,13 @@ class _Grid:
                 here = where == at
                 while True:  # a run of instructions for the same threads
                     instruction = code[at]
+                    if instruction.name in COLLECTIVE:
+                        here = here | (for_lanes & (pc == at))
+                        pc[here] = at
+                        for_lanes[here] = self.misses_lanes(instruction, here)
+                        here = here & ~for_lanes
+                        if not here.any():
+                            break
                     active = here
                     if instruction.guard is not None:
                         guard = self.registers.get(instruction.guard)
@@ -878,25 +890,24 @@ class _Grid:
 
     # -- Warps
 
-    def lanes(self, mask: np.ndarray) -> np.ndarray:
-        """Checks that all lanes of each active thread's mask are here; returns lane numbers."""
-        lane = self.thread % WARP
-        active = np.bincount(
-            self.warps[self.mask], U64(1) << lane[self.mask].astype(U64), self.n // WARP + 1
-        ).astype(U64)[self.warps]
-        mask = mask.astype(U64)
-        if (mask[self.mask] & ~active[self.mask]).any():
-            raise Error("lanes of the mask are elsewhere")
-        if (mask[self.mask] >> lane[self.mask].astype(U64) & U64(1) == 0).any():
-            raise Error("a mask without the lane itself")
-        return lane
+    def misses_lanes(self, instruction: Instruction, here: np.ndarray) -> np.ndarray:
+        """Of threads that are `here`: whether lanes that their mask names are not."""
+        if instruction.guard is not None:
+            raise Error(f"unknown guard: {instruction.text}")
+        lane = (self.thread % WARP).astype(U64)
+        present = np.zeros(self.n // WARP, U64)
+        np.bitwise_or.at(present, self.warps[here], U64(1) << lane[here])
+        mask = self.get(instruction.operands[-1], U32)[here].astype(U64)
+        if (mask >> lane[here] & U64(1) == 0).any():
+            raise Error(f"a mask without the lane itself: {instruction.text}")
+        return mask & ~present[self.warps[here]] != 0
 
     def do_shfl(self, m, o, _):
         if m[0] != "sync" or m[1] not in ("bfly", "idx", "down", "up") or m[2] != "b32":
             raise Error("unknown shuffle")
         to, predicate = o[0] if isinstance(o[0], tuple) else (o[0], None)
         mask = self.get(o[4], U32)
-        lane = self.lanes(mask)
+        lane = self.thread % WARP
         value, by, limits = (self.get(x, U32) for x in o[1:4])
         by, clamp, segment = by & 31, limits & 31, limits >> U32(8) & 31
         low = lane & segment
@@ -917,7 +928,6 @@ class _Grid:
         if m != ["sync", "max", "u32"]:
             raise Error("unknown reduction")
         mask = self.get(o[2], U32)
-        self.lanes(mask)
         if (mask[self.mask] != 0xFFFFFFFF).any():
             raise Error("unknown mask")
         value = self.get(o[1], U32).reshape(-1, WARP).max(1)
