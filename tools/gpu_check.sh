@@ -114,9 +114,9 @@ step "microbenchmarks" "$python" -m jax_nvfp4_ops bench --quick --json "$logs/be
 
 {
   echo
+  cat "$logs/microbenchmarks.log"
+  echo
   echo "$gpu"
   for i in "${!names[@]}"; do printf '%-28s %-24s %4d s\n' "${names[$i]}" "${results[$i]}" "${seconds[$i]}"; done
-  echo
-  cat "$logs/microbenchmarks.log"
 } | tee "$logs/table.txt"
 for result in "${results[@]}"; do [ "$result" != FAILED ] || exit 1; done
