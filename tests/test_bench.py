@@ -28,6 +28,12 @@ CPU = rivals.Platform("cpu")
 B200 = rivals.Platform("gpu", (10, 0))
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    """Tables as in a file, whatever the width of the terminal that the tests were started in."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def tiny(op: str, variant: str = "", platform=CPU) -> rivals.Group:
     """The group of an op at a tiny shape."""
     found = rivals.groups(op, cases.select([TINY], 1), platform, recipes.NVIDIA)
