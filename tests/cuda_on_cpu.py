@@ -11,11 +11,13 @@ import pathlib
 
 import jax
 import native
+from jax_nvfp4_ops import _primitive
 from jax_nvfp4_ops._compat import mlir
 
 CSRC = native.ROOT / "csrc"
 FLAGS = [
     *("-O2", "-g1", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined"),
+    "-fno-gnu-unique",  # or the libraries of a process would share blockIdx and the like
     *("-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", f"-I{CSRC}"),
 ]
 # Of handlers and kernels.
@@ -52,7 +54,8 @@ def lowered_for_cuda(targets: dict[str, str]):
         modules[op]._TARGET = target
         call = functools.partial(modules[op]._call, platform=platform)
         rule = mlir.lower_fun(call, multiple_results=True)
-        mlir.register_lowering(getattr(modules[op], f"{op}_p"), rule, platform="cpu")
+        primitive = _primitive.local_primitives[getattr(modules[op], f"{op}_p")]
+        mlir.register_lowering(primitive, rule, platform="cpu")
 
     for op, target in targets.items():
         before[op] = modules[op]._TARGET

@@ -14,6 +14,8 @@ import native
 import pytest
 from cuda_on_cpu import CUDA_FLAGS, build_library, lowered_for_cuda, register
 from helpers import DTYPES, assert_same_tree, normal, wide
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 OPS = ("amax", "quantize", "dequantize")
 TARGETS = {op: f"nvfp4_{op}_cuda_on_cpu" for op in OPS}
@@ -85,6 +87,22 @@ def test_the_quantizations_of_a_layer(libraries):
     args = [jnp.asarray(normal(s, seed=i)) for i, s in enumerate([(40, 64), (64, 48), (40, 48)])]
     key = jax.random.key(7)
     assert_same_tree(run(f, *args, key), jax.jit(f)(*args, key))
+
+
+@pytest.mark.parametrize("spec", [P("d"), P(None, "m"), P("d", "m")], ids=str)
+@pytest.mark.parametrize("shape", [(512, 256), (2, 512, 256), (512, 384)], ids=str)
+def test_a_part_of_a_tensor_has_random_bits_of_its_place(libraries, shape, spec):
+    """Whole tiles, and the shape whose parts end inside of one."""
+    mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
+    x, key = jnp.asarray(wide(shape, DTYPES["bf16"])), jax.random.key(1)
+    spec = P(*(None,) * (len(shape) - 2), *spec)
+
+    def f(x, key):
+        stochastic = {"rounding": "sr", "key": key}
+        return nvfp4.quantize(x, axis=(-1, -2), **stochastic), nvfp4.quantize(x, **stochastic)
+
+    expected = jax.jit(f)(x, key)
+    assert_same_tree(run(f, jax.device_put(x, NamedSharding(mesh, spec)), key), expected)
 
 
 @pytest.mark.parametrize("op", OPS)

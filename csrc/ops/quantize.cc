@@ -51,9 +51,7 @@ ffi::ErrorOr<QuantizeArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::Rem
   }
   if ((rows | columns) & kStochastic)
     args.key = reader.Operand<uint32_t>(ffi::U32, 2 * args.examples);
-  if (origin)
-    args.origin = reader.Operand<uint32_t>(
-        ffi::U32, static_cast<int64_t>(sizeof(QuantizeOrigin) / sizeof(uint32_t)) + args.batch);
+  if (origin) args.origin = reader.Operand<uint32_t>(ffi::U32, kOriginWords + args.batch);
   for (int i = 0; i < 2; ++i)
     if (flags[i] & kPartner) outputs[i]->partner = reader.Operand<float>(ffi::F32, args.examples);
   for (int i = 0; i < 2; ++i) {
@@ -88,9 +86,6 @@ ffi::Error Cuda(CudaStream stream, ffi::AnyBuffer x, ffi::AnyBuffer amax,
                 int64_t columns, int64_t signs, bool origin) {
   const auto args = Check(x, amax, operands, results, rows, columns, signs, origin);
   if (args.has_error()) return args.error();
-  if (args->origin != nullptr)
-    return ErrorOf("nvfp4_quantize", x,
-                   "stochastic rounding of a part of a tensor is not there yet");
   return ErrorOf("nvfp4_quantize", x, QuantizeOnCuda(*args, stream));
 }
 #endif

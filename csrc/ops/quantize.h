@@ -30,6 +30,8 @@ struct QuantizeOrigin {
   // Behind it: for each matrix of x in an example, its number among the example's matrices.
 };
 
+constexpr int64_t kOriginWords = sizeof(QuantizeOrigin) / sizeof(uint32_t);
+
 struct QuantizeArgs {
   const void* x;  // [examples, batch, rows, k]; an example has an amax and a key of its own
   FloatType type;

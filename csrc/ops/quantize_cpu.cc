@@ -37,7 +37,7 @@ struct RandomOrigin {
     }
     QuantizeOrigin origin;
     std::memcpy(&origin, args.origin, sizeof origin);
-    const int64_t number = args.origin[sizeof origin / sizeof(uint32_t) + matrix];
+    const int64_t number = args.origin[kOriginWords + matrix];
     row = number * origin.rows + origin.row;
     column = number * origin.columns + origin.column;
     block_of_row = origin.column / kBlock;

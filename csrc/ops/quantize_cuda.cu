@@ -175,8 +175,7 @@ class Quantizer {
     const int64_t matrix_row = matrix * args_.rows + row_ + row_place.row;
     from_ = static_cast<const uint8_t*>(args_.x) +
             (matrix_row * args_.k + column_ + row_place.block * kBlock) * T::kSize;
-    random_row_ = matrix_of_example * args_.rows + row_;
-    random_column_ = matrix_of_example * args_.k + column_;
+    PlaceRandom(matrix_of_example);
     row_block_ = static_cast<uint32_t>(column_ / kBlock) + row_place.block;
     column_block_ = static_cast<uint32_t>(row_ / kBlock) + column_place.block;
     row_staged_ = InRegister(StagedOffset(row_place));
@@ -200,6 +199,23 @@ class Quantizer {
       column_scales_ =
           args_.along_columns.scales + matrix * ScalesSize(args_.k, args_.rows) +
           (column_ / kTileRows * TileColumns(args_.rows) + row_ / kScaleTileColumns) * kTileBytes;
+  }
+
+  // What random bits are drawn for: places in the tensor that x may be a part of.
+  NVFP4_DEVICE void PlaceRandom(uint32_t matrix_of_example) {
+    random_row_ = row_;
+    random_column_ = column_;
+    if (args_.origin == nullptr) {
+      random_row_ += matrix_of_example * args_.rows;
+      random_column_ += matrix_of_example * args_.k;
+      return;
+    }
+    const auto& origin = *reinterpret_cast<const QuantizeOrigin*>(args_.origin);
+    const uint32_t number = args_.origin[kOriginWords + matrix_of_example];
+    random_row_ += static_cast<int64_t>(number) * origin.rows + origin.row;
+    random_column_ += static_cast<int64_t>(number) * origin.columns + origin.column;
+    row_block_shift_ = origin.column / kBlock;
+    column_block_shift_ = origin.row / kBlock;
   }
 
   NVFP4_DEVICE void Advance() {
@@ -379,7 +395,8 @@ class Quantizer {
         y[2 * j + 1] = p.y;
       }
       staged[step * kLine] = static_cast<uint8_t>(byte);
-      uint2 codes = Encode<kMode, kFolded>(y, kStreamRows, random_row_, at.row + step, row_block_);
+      uint2 codes = Encode<kMode, kFolded>(y, kStreamRows, random_row_, at.row + step,
+                                           row_block_ + row_block_shift_);
       if constexpr (kWhole) {
         *reinterpret_cast<uint2*>(to) = codes;
       } else if (row_ + at.row + step < args_.rows &&
@@ -438,8 +455,8 @@ class Quantizer {
         for (int r = 0; r < kBlock; ++r) y[r] = half == 0 ? v[r].x : v[r].y;
         const int i = 2 * part + half;
         staged[i * kLine] = static_cast<uint8_t>(bytes[half]);
-        uint2 codes =
-            Encode<kMode, kFolded>(y, kStreamColumns, random_column_, at.row + i, column_block_);
+        uint2 codes = Encode<kMode, kFolded>(y, kStreamColumns, random_column_, at.row + i,
+                                             column_block_ + column_block_shift_);
         if constexpr (kWhole) {
           *reinterpret_cast<uint2*>(to) = codes;
         } else if (i < left && column_block_ * int64_t{kBlockBytes} < codes_stride_[1]) {
@@ -491,7 +508,8 @@ class Quantizer {
   int64_t row_ = 0, column_ = 0;                // of the tile
   int64_t random_row_ = 0, random_column_ = 0;  // the same, counted through an example's matrices
   uint32_t row_block_ = 0, column_block_ = 0;   // this thread's, in the quantized matrices
-  int64_t codes_stride_[2] = {0, 0};            // along rows, along columns
+  uint32_t row_block_shift_ = 0, column_block_shift_ = 0;  // from them to those of the whole tensor
+  int64_t codes_stride_[2] = {0, 0};                       // along rows, along columns
   const uint8_t* from_ = nullptr;  // this thread's first block along rows, in the next tile
   uint32_t left_ = 0;              // tiles, with this one
   uint32_t store_place_ = 0, load_place_ = 0;    // in the tile

@@ -24,6 +24,10 @@ from jax_nvfp4_ops._compat import (
 _LOWERING_PLATFORMS = {"cpu": "cpu", "CUDA": "cuda"}
 
 
+# Of each op's primitive, the one that a device runs on its part of a partitioned call.
+local_primitives: dict[Primitive, Primitive] = {}
+
+
 def _register_targets() -> None:
     for platform, targets in _native.registrations().items():
         for name, stages in targets.items():
@@ -80,6 +84,7 @@ def define(
         return mlir.lower_fun(f, multiple_results=True)(ctx, *values)
 
     primitive = Primitive(name)
+    local_primitives[primitive] = inner
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(apply_primitive, primitive))
     primitive.def_abstract_eval(
