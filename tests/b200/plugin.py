@@ -14,6 +14,7 @@ import sys
 import tempfile
 
 import jax
+from jax._src import xla_bridge
 from jax.experimental import topologies
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -87,8 +88,8 @@ def _install(folder: pathlib.Path) -> None:
                 check=False,
             )
             if done.returncode:
-                last = done.stderr.strip().splitlines()[-1:]
-                raise UnavailableError(f"{' and '.join(wheels)} can not be installed: {last}")
+                why = (done.stderr.strip().splitlines() or ["pip does not say why"])[-1]
+                raise UnavailableError(f"{' and '.join(wheels)} can not be installed: {why}")
             target.rename(folder)
 
 
@@ -128,7 +129,24 @@ def load() -> None:
         sys.path.append(str(folder))
         importlib.invalidate_caches()
         importlib.import_module("jax_plugins.xla_cuda13").initialize()
+        # What JAX does with a plugin that it finds by itself: custom partitioning works through it.
+        for callback in xla_bridge._plugin_callbacks:
+            callback(c_api=xla_bridge._backend_factories["cuda"].c_api)
     _register_stubs()
+
+
+def load_for_tests() -> None:
+    """The same in a test, which is skipped where that is impossible; with NVFP4_REQUIRE_B200=1 it fails."""
+    import pytest
+
+    if jax.__version_info__ < (0, 10, 2):
+        pytest.skip("XLA says what it launches since jax 0.10.2")
+    try:
+        load()
+    except UnavailableError as reason:
+        if os.environ.get("NVFP4_REQUIRE_B200") == "1":
+            pytest.fail(f"{reason}, and NVFP4_REQUIRE_B200=1")
+        pytest.skip(str(reason))
 
 
 @functools.cache
