@@ -188,6 +188,8 @@ def test_scan():
     assert report.bytes <= (8.35e9 if old else 7.46e9)
     assert report.aliased == 2 * (ws.size + x.size)
     assert [report.calls(f) for f in (AMAX, QUANTIZE, MATMUL)] == [12, 12, 12]
+    # Both loops are; what XLA has between and behind them is too little for a graph.
+    assert not any("/" in k.name for k in report.outside_graphs)
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +208,7 @@ def test_llama(llama):
     assert report.bytes <= 58.4e9
     assert report.launches <= 232
     assert report.aliased == 3 * 4 * sum(p.size for p in jax.tree.leaves(parameters))
-    # XLA's graphs end where the embedding is gathered and scattered, if anywhere.
-    assert not any("nvfp4" in op for k in report.outside_graphs for op in k.ops)
+    assert report.outside_graphs == []
 
 
 @pytest.mark.parametrize("axis", [0, 1])
