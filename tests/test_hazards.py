@@ -16,6 +16,7 @@ from helpers import (
     normal,
     wide,
 )
+from jax_nvfp4_ops import _cuda, _primitive
 from test_dequantize import random_quantized
 
 KEY = jax.random.key(1)
@@ -112,6 +113,23 @@ def test_09_the_global_scale_is_not_dropped(scale):
     q = nvfp4.quantize(x)
     error = np.linalg.norm(np.asarray(q.dequantize()) - x) / np.linalg.norm(x)
     assert error < 0.105  # 0.095 for normal values
+
+
+def test_10_a_factor_of_each_column():
+    qx, qw = nvfp4.quantize(wide((33, 80))), nvfp4.quantize(wide((24, 80), seed=1))
+    scale, bias = normal((24,), seed=2), normal((24,), seed=3)
+    accumulate = normal((33, 24), BF16, 4)
+    y = np.asarray(nvfp4.matmul(qx, qw, out_dtype=jnp.float32))
+    got = nvfp4.matmul(qx, qw, out_dtype=jnp.float32, column_scale=scale)
+    assert_same_bits(got, y * scale)
+    got = nvfp4.matmul(qx, qw, out_dtype=BF16, column_scale=scale, bias=bias, accumulate=accumulate)
+    # Rounded once.
+    assert_same_bits(got, (y * scale + bias + accumulate.astype(np.float32)).astype(BF16))
+    for bad in (np.ones(23, np.float32), np.arange(24), np.float32(2)):
+        with pytest.raises(ValueError, match=r"matmul: column_scale must be .* of shape \(24,\)"):
+            nvfp4.matmul(qx, qw, column_scale=bad)
+    with pytest.raises(TypeError, match="column_scale must be None for arrays"):
+        nvfp4.matmul(wide((4, 32)), wide((32, 4)), column_scale=scale)
 
 
 @pytest.mark.parametrize(
@@ -302,6 +320,25 @@ def test_28_jit_does_not_remove_the_round_trip():
         return q.as_f4().astype(jnp.float32), q.linear_scales().astype(jnp.float32)
 
     assert_same_tree(jax.jit(by_view)(x), by_view(x))
+
+
+def test_30_a_platform_without_targets_is_named():
+    """While lowering, not by XLA when the program runs."""
+    f = jax.jit(lambda x: nvfp4.quantize(x))
+    with pytest.raises(NotImplementedError, match=r"nvfp4_amax runs on cpu and cuda; got tpu"):
+        f.trace(jnp.ones((16, 32))).lower(lowering_platforms=("tpu",))
+
+
+def test_30_a_build_without_cuda_says_so(monkeypatch):
+    f = jax.jit(lambda x: nvfp4.quantize(x))
+    monkeypatch.setattr(_primitive, "_BUILT_FOR", ("cpu",))
+    # For another machine, with another build: exporting is not running.
+    f.trace(jnp.ones((16, 32))).lower(lowering_platforms=("cuda",))
+    monkeypatch.setattr(_cuda, "is_here", lambda: True)
+    with pytest.raises(
+        NotImplementedError, match=r"this build of jax_nvfp4_ops is for cpu alone.*nvcc"
+    ):
+        f.trace(jnp.ones((17, 32))).lower(lowering_platforms=("cuda",))
 
 
 # --- 31: what is quantized how often ------------------------------------------------------------

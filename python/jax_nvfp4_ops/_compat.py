@@ -7,6 +7,7 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.sharding_impls import ShardingContext, SPMDAxisContext, parse_flatten_op_sharding
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import (
+    ArrayMapping,
     CompoundFactor,
     SdyShardingRule,
     custom_partitioning,
@@ -43,6 +44,7 @@ def no_abstract_mesh() -> Any:
 
 
 __all__ = [
+    "ArrayMapping",
     "CompoundFactor",
     "Primitive",
     "SdyShardingRule",

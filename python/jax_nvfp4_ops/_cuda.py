@@ -37,7 +37,7 @@ def find_cublaslt() -> list[str]:
 
 def _from_pathfinder() -> str | None:
     try:
-        from cuda import pathfinder  # type: ignore[import-not-found, unused-ignore]
+        from cuda import pathfinder  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
         return None
     try:
@@ -72,11 +72,17 @@ def workspace_size(m: Any, n: Any, row_bytes: Any) -> Any:
     return size
 
 
+def is_here() -> bool:
+    """Whether this process has a CUDA device."""
+    try:
+        return bool(jax.devices("cuda"))
+    except RuntimeError:
+        return False
+
+
 @functools.cache
 def _dequantizes() -> bool:
     """Whether a CUDA device of this process has no FP4 tensor cores."""
-    try:
-        devices = jax.devices("cuda")
-    except RuntimeError:  # no such device: compiled here for another machine
-        return False
+    # Without a device: compiled here for another machine.
+    devices = jax.devices("cuda") if is_here() else []
     return any(int(d.compute_capability.split(".")[0]) < 10 for d in devices)

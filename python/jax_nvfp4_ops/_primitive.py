@@ -24,6 +24,9 @@ from jax_nvfp4_ops._compat import (
 _LOWERING_PLATFORMS = {"cpu": "cpu", "CUDA": "cuda"}
 
 
+# Those that this build has targets for, as a registration spells them.
+_BUILT_FOR = tuple(_native.registrations())
+
 # Of each op's primitive, the one that a device runs on its part of a partitioned call.
 local_primitives: dict[Primitive, Primitive] = {}
 
@@ -69,9 +72,11 @@ def define(
     inner.def_abstract_eval(
         lambda *avals, **params: _sharding.typed(None, avals, abstract_eval(*avals, **params))
     )
-    for platform in _LOWERING_PLATFORMS.values():
+    for spelled, platform in _LOWERING_PLATFORMS.items():
         lowering = mlir.lower_fun(functools.partial(call, platform=platform), multiple_results=True)
-        mlir.register_lowering(inner, lowering, platform=platform)
+        rule = functools.partial(_lower_if_built, name, spelled, lowering)
+        mlir.register_lowering(inner, rule, platform=platform)
+    mlir.register_lowering(inner, functools.partial(_refuse_platform, name))
 
     def lower(ctx: Any, *values: Any, **params: Any) -> Any:
         part = functools.partial(_run_local, inner, local, params)
@@ -97,6 +102,26 @@ def define(
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp
     return primitive
+
+
+def _lower_if_built(
+    name: str, spelled: str, lowering: Any, ctx: Any, *values: Any, **params: Any
+) -> Any:
+    # A program for another machine, with another build, may be lowered here.
+    if spelled not in _BUILT_FOR and _cuda.is_here():
+        raise NotImplementedError(
+            f"{name}: there is a CUDA device, but this build of jax_nvfp4_ops is for {' and '.join(_BUILT_FOR)} alone. "
+            "Install a wheel with CUDA (jax-nvfp4-ops[cuda13]), or build it with nvcc of CUDA 13.0 or later on PATH."
+        )
+    return lowering(ctx, *values, **params)
+
+
+def _refuse_platform(name: str, ctx: Any, *values: Any, **params: Any) -> Any:
+    del values, params
+    raise NotImplementedError(
+        f"{name} runs on {' and '.join(_LOWERING_PLATFORMS.values())}; got {', '.join(ctx.module_context.platforms)}. "
+        "Place its operands on one of those, or set JAX_PLATFORMS."
+    )
 
 
 def _run_local(

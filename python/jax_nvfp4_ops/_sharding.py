@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_nvfp4_ops._compat import (
+    ArrayMapping,
     CompoundFactor,
     SdyShardingRule,
     ShapedArray,
@@ -47,42 +48,38 @@ class Axes:
 
     def rule(self, operands: Sequence[Any], results: Sequence[Any]) -> Any:
         """The same as a rule for Shardy."""
-        sizes: dict[str, int] = {}
-        whole: set[str] = set()
-        fixed: list[str] = []
+        undivided: list[str] = []
+        sizes: dict[str, int] = {}  # of factors; an axis that is one factor says its size itself
 
-        def mapping(dims: tuple[Dim, ...], shape: tuple[int, ...]) -> tuple[Any, ...]:
-            mapped: list[Any] = []
-            for dim, size in zip(dims, shape, strict=True):
-                if not dim:
-                    fixed.append(f"fixed{len(fixed)}")
-                    dim = (fixed[-1],)
-                elif len(dim) > 1:
-                    # What one place of the first factor holds: never divided.
-                    rest = size // self.sizes[dim[0]]
-                    fixed.append(f"fixed{len(fixed)}")
-                    sizes[fixed[-1]] = rest
-                    sizes[dim[0]] = self.sizes[dim[0]]
-                    mapped.append(CompoundFactor(dim[0], fixed[-1]))
-                    continue
-                if dim[0] not in self.sizes and dim[0] not in fixed:
-                    fixed.append(dim[0])
-                whole.add(dim[0])
-                mapped.append(dim[0])
-            return tuple(mapped)
+        def factor(dim: Dim, size: int) -> Any:
+            if len(dim) == 1 and dim[0] in self.sizes:
+                return dim[0]
+            if len(dim) == 1:
+                if dim[0] not in undivided:
+                    undivided.append(dim[0])
+                return dim[0]
+            undivided.append(f"undivided{len(undivided)}")
+            if not dim:
+                return undivided[-1]
+            # What one place of the first factor holds.
+            sizes[dim[0]] = self.sizes[dim[0]]
+            sizes[undivided[-1]] = size // self.sizes[dim[0]]
+            return CompoundFactor(dim[0], undivided[-1])
 
-        operand_mappings = tuple(
-            mapping(d, x.shape) for d, x in zip(self.operands, operands, strict=True)
-        )
-        result_mappings = tuple(
-            mapping(d, x.shape) for d, x in zip(self.results, results, strict=True)
-        )
+        def mappings(arrays: Sequence[Any], axes: tuple[tuple[Dim, ...], ...]) -> Any:
+            return tuple(
+                ArrayMapping(*(factor(d, s) for d, s in zip(dims, x.shape, strict=True)))
+                for dims, x in zip(axes, arrays, strict=True)
+            )
+
+        mapped = mappings(operands, self.operands), mappings(results, self.results)
+        whole = {f for arrays in mapped for a in arrays for f in a if isinstance(f, str)}
+        factor_sizes: dict[str, Any] = {f: s for f, s in sizes.items() if f not in whole}
         return SdyShardingRule(
-            operand_mappings,
-            result_mappings,
-            reduction_factors=tuple(f for f in self.reduced if f in sizes or f in whole),
-            need_replication_factors=tuple(dict.fromkeys(fixed)),
-            **{f: s for f, s in sizes.items() if f not in whole},
+            *mapped,
+            reduction_factors=tuple(f for f in self.reduced if f in whole or f in sizes),
+            need_replication_factors=tuple(undivided),
+            **factor_sizes,
         )
 
     def assign(

@@ -572,6 +572,7 @@ def matmul(
     out_dtype: Any = None,
     bias: jax.Array | None = None,
     accumulate: jax.Array | None = None,
+    column_scale: jax.Array | None = None,
     recipe: Recipe = NVIDIA,
     key: jax.Array | None = None,
 ) -> jax.Array:
@@ -588,6 +589,8 @@ def matmul(
       out_dtype: float32, bfloat16 or float16; by default that of what was quantized, promoted.
       bias: f32|bf16|f16[N], added to each row before the result is rounded (quantized arrays), or to the result.
       accumulate: out_dtype[..., M, N], added likewise. With quantized arrays its memory is used for the result if it is donated.
+      column_scale: f32|bf16|f16[N], quantized arrays only: a factor of each column, before bias and accumulate. For weights
+        that were quantized apart, with global scales of their own, and are multiplied as one (q, k and v; gate and up).
       recipe: For arrays, as for `dot_general`; quantized arrays have it behind them.
       key: For arrays, as for `dot_general`.
 
@@ -608,11 +611,17 @@ def matmul(
     """
     if isinstance(x, NVFP4Array) and isinstance(w, NVFP4Array):
         dtype = jnp.result_type(x.dtype, w.dtype) if out_dtype is None else out_dtype
-        return matmul_quantized(x, w, out_dtype=dtype, bias=bias, accumulate=accumulate)
+        return matmul_quantized(
+            x, w, out_dtype=dtype, bias=bias, accumulate=accumulate, column_scale=column_scale
+        )
     if isinstance(x, NVFP4Array) or isinstance(w, NVFP4Array):
         raise TypeError(
             f"matmul: x and w must both be NVFP4Arrays or both arrays; got {type(x).__name__} and {type(w).__name__}. "
             "Quantize the other with nvfp4.quantize, or prepare a weight with nvfp4.quantize_weight."
+        )
+    if column_scale is not None:
+        raise TypeError(
+            f"matmul: column_scale must be None for arrays that are not quantized; got {column_scale!r}. Multiply the result."
         )
     x = jnp.asarray(x)
     w = w if isinstance(w, QuantizedWeight) else jnp.asarray(w)

@@ -39,8 +39,9 @@ def matmul_quantized(
     alphas: Sequence[jax.Array] | None = None,
     bias: jax.Array | None = None,
     accumulate: jax.Array | None = None,
+    column_scale: jax.Array | None = None,
 ) -> jax.Array:
-    """`alpha a b^T (+ bias) (+ accumulate)`.
+    """`alpha a b^T (column_scale) (+ bias) (+ accumulate)`.
 
     Args:
       a: NVFP4[..., M, K].
@@ -49,6 +50,7 @@ def matmul_quantized(
       alphas: f32, one or two factors of the product; by default the global scales of a and b.
       bias: float[N].
       accumulate: out_dtype[..., M, N]; if donated, the result takes its memory.
+      column_scale: float[N], a factor of each column; the result is rounded once even so.
 
     Returns:
       out_dtype[..., M, N]; the leading axes of a and b are broadcast.
@@ -104,6 +106,26 @@ def matmul_quantized(
                 f"got {accumulate.dtype}{list(accumulate.shape)}."
             )
         operands.append(accumulate)
+    if column_scale is not None:
+        column_scale = jnp.asarray(column_scale)
+        if column_scale.shape != (n,) or not any(column_scale.dtype == t for t in _FLOATS):
+            raise ValueError(
+                f"matmul: column_scale must be float32, bfloat16 or float16 of shape ({n},), one for each row of b; "
+                f"got {column_scale.dtype}{list(column_scale.shape)}."
+            )
+        (y,) = _primitive.bind(
+            matmul_p,
+            *operands[: 4 + len(alphas)],
+            alphas=len(alphas),
+            bias=False,
+            accumulate=False,
+            out_dtype=jnp.dtype(jnp.float32),
+        )
+        y = y * column_scale.astype(jnp.float32)
+        for term in (bias, accumulate):
+            if term is not None:
+                y = y + term.astype(jnp.float32)
+        return y.astype(dtype)
     (y,) = _primitive.bind(
         matmul_p,
         *operands,
