@@ -1,7 +1,11 @@
 """Ops on a mesh of devices: the bits of one device, and no collective that moves more than it must."""
 
+import dataclasses
 import functools
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -333,3 +337,63 @@ def test_operands_that_vary_over_different_axes(mesh):
 
     mapped = jax.shard_map(f, mesh=mesh, in_specs=(P("d"), P(None, "m")), out_specs=P("d", "m"))
     assert jax.jit(mapped)(x, w).shape == (512, 256)
+
+
+def test_largest_magnitudes_over_manual_axes(mesh):
+    """With them the devices of a shard_map quantize as one, but for random bits."""
+    recipe = dataclasses.replace(RNE, amax_axes=("d",))
+    x, w = normal((512, 128), seed=1), normal((128, 256), seed=2)
+    x[300] *= 100
+
+    def f(x, w):
+        mapped = jax.shard_map(
+            lambda x, w: nvfp4.matmul(x, w, recipe=recipe),
+            mesh=mesh,
+            in_specs=(P("d"), P()),
+            out_specs=P("d"),
+            check_vma=False,
+        )
+        return mapped(x, w)
+
+    assert_same_bits(jax.jit(f)(x, w), nvfp4.matmul(x, w, recipe=RNE))
+
+
+def test_partial_sums_in_bfloat16(mesh):
+    recipe = dataclasses.replace(RNE, partial_sums="bfloat16")
+    x, w = normal((256, 512), DTYPES["bf16"], 1), normal((512, 256), DTYPES["bf16"], 2)
+    placed = put(mesh, (x, P(None, "d")), (w, P("d")))
+    rounded, sent = run(lambda x, w: nvfp4.matmul(x, w, recipe=recipe), *placed)
+    whole, sent_whole = run(lambda x, w: nvfp4.matmul(x, w, recipe=RNE), *placed)
+    exact = np.asarray(whole, np.float64)
+    got = np.asarray(rounded, np.float64)
+    assert (got != exact).any()
+    # Each of four parts, none more than a few times the size of the largest sum, is rounded to 8 bits.
+    assert np.abs(got - exact).max() <= 4 * 2.0**-8 * np.abs(exact).max()
+    del (
+        sent,
+        sent_whole,
+    )  # on the CPU XLA adds bfloat16 as float32: tests/test_b200.py counts the bytes
+
+
+def test_gspmd_partitions_too():
+    """The propagation that JAX had before, for who still uses it; in a process of its own, as the choice is the process's."""
+    program = """
+import jax, jax.numpy as jnp, jax_nvfp4_ops as nvfp4, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+x = jax.random.normal(jax.random.key(0), (1024, 512))
+f = jax.jit(lambda x: nvfp4.quantize(x, axis=(-1, -2), rounding="sr", key=jax.random.key(1)))
+placed = jax.device_put(x, NamedSharding(mesh, P("d", "m")))
+assert "all-gather" not in f.lower(placed).compile().as_text()
+for a, b in zip(jax.tree.leaves(f(placed)), jax.tree.leaves(f(x)), strict=True):
+    np.testing.assert_array_equal(a, b)
+"""
+    settings = {"JAX_USE_SHARDY_PARTITIONER": "0", "JAX_NUM_CPU_DEVICES": "8"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

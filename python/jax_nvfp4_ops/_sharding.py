@@ -178,6 +178,8 @@ def _refined(mesh: Mesh) -> Mesh:
 
 def _spec_of(mesh: Mesh, array: Any) -> tuple[Any, ...]:
     """How an array is sharded, in axes of a refined mesh."""
+    if array.sharding is None:  # GSPMD does not know yet
+        return (None,) * len(array.shape)
     (spec, *_) = parse_flatten_op_sharding(array.sharding._hlo_sharding, mesh)
     return tuple(spec) + (None,) * (len(array.shape) - len(spec))
 

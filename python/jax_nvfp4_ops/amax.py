@@ -118,10 +118,15 @@ def _local(
     (x,) = operands
     leading = [f"axis{i}" for i in range(example_ndim, x.ndim - 2)]
     if over := shards.axes((*leading, "row", "column")):
-        # As integers magnitudes have the same order, and a NaN is the greatest: some collectives lose it.
-        bits = jax.lax.pmax(jax.lax.bitcast_convert_type(largest, jnp.int32), over)
-        largest = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        largest = greatest(largest, over)
     return [largest]
+
+
+def greatest(magnitudes: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The greatest f32 magnitudes over mesh axes."""
+    # As integers they have the same order, and a NaN is the greatest: some collectives lose it.
+    bits = jax.lax.pmax(jax.lax.bitcast_convert_type(magnitudes, jnp.int32), axes)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _batch(

@@ -135,7 +135,12 @@ def _operand_key(key: jax.Array | None, number: int, *formats: Format | None) ->
 def _quantize_x(x: jax.Array, key: Any, c: _Config, backward: bool) -> tuple[Any, Any]:
     free = c.recipe.x_wgrad if backward else None
     return _quantize(
-        x, c.x_last, c.recipe.x_fprop, free, key=_operand_key(key, 1, c.recipe.x_fprop, free)
+        x,
+        c.x_last,
+        c.recipe.x_fprop,
+        free,
+        key=_operand_key(key, 1, c.recipe.x_fprop, free),
+        amax_axes=c.recipe.amax_axes,
     )
 
 
@@ -144,7 +149,12 @@ def _quantize_w(w: Any, key: Any, c: _Config, backward: bool) -> tuple[Any, Any]
         return w.fprop, w.dgrad
     free = c.recipe.w_dgrad if backward else None
     return _quantize(
-        w, c.w_last, c.recipe.w_fprop, free, key=_operand_key(key, 2, c.recipe.w_fprop, free)
+        w,
+        c.w_last,
+        c.recipe.w_fprop,
+        free,
+        key=_operand_key(key, 2, c.recipe.w_fprop, free),
+        amax_axes=c.recipe.amax_axes,
     )
 
 
@@ -155,6 +165,7 @@ def _linear(x: jax.Array, w: Any, key: Any, c: _Config) -> jax.Array:
         _quantize_x(x, key, c, backward=False)[0],
         _quantize_w(w, key, c, backward=False)[0],
         out_dtype=c.out_dtype,
+        partial_sums=c.recipe.partial_sums,
     )
 
 
@@ -173,7 +184,8 @@ def _linear_fwd(x: jax.Array, w: Any, key: Any, c: _Config) -> tuple[jax.Array, 
             "dot_general: w must be quantized for the backward pass too, to differentiate x; make it with "
             "quantize_weight(w, ..., backward=True), or pass the array itself."
         )
-    y = named(matmul_quantized(x_fprop, w_fprop, out_dtype=c.out_dtype), "nvfp4_y")
+    y = matmul_quantized(x_fprop, w_fprop, out_dtype=c.out_dtype, partial_sums=recipe.partial_sums)
+    y = named(y, "nvfp4_y")
     kept = (
         (named(x_wgrad, "nvfp4_x"), named(w_dgrad, "nvfp4_w"))
         if nvfp4
@@ -210,13 +222,15 @@ def _backward_nvfp4(
         wgrad,
         key=_operand_key(key, 0, recipe.g_dgrad, wgrad),
         partners={-1: w.global_scale, -2: x.global_scale} if with_dw else {-1: w.global_scale},
+        amax_axes=recipe.amax_axes,
     )
+    product = functools.partial(matmul_quantized, partial_sums=recipe.partial_sums)
     dgrad = (g_rows, w) if c.x_last else (w, g_rows)
-    dx = matmul_quantized(*dgrad, out_dtype=c.x_dtype, alphas=[g_rows.global_scale])
+    dx = product(*dgrad, out_dtype=c.x_dtype, alphas=[g_rows.global_scale])
     if not with_dw:
         return dx, None
     operands = (g_columns, x) if c.w_last else (x, g_columns)
-    return dx, matmul_quantized(*operands, out_dtype=c.w_dtype, alphas=[g_columns.global_scale])
+    return dx, product(*operands, out_dtype=c.w_dtype, alphas=[g_columns.global_scale])
 
 
 def _backward_bf16(

@@ -40,6 +40,7 @@ def matmul_quantized(
     bias: jax.Array | None = None,
     accumulate: jax.Array | None = None,
     column_scale: jax.Array | None = None,
+    partial_sums: Any = jnp.float32,
 ) -> jax.Array:
     """`alpha a b^T (column_scale) (+ bias) (+ accumulate)`.
 
@@ -51,6 +52,7 @@ def matmul_quantized(
       bias: float[N].
       accumulate: out_dtype[..., M, N]; if donated, the result takes its memory.
       column_scale: float[N], a factor of each column; the result is rounded once even so.
+      partial_sums: float32 or bfloat16: where devices have parts of K, the type in which their sums are sent and added.
 
     Returns:
       out_dtype[..., M, N]; the leading axes of a and b are broadcast.
@@ -120,6 +122,7 @@ def matmul_quantized(
             bias=False,
             accumulate=False,
             out_dtype=jnp.dtype(jnp.float32),
+            partial_sums=jnp.dtype(partial_sums),
         )
         y = y * column_scale.astype(jnp.float32)
         for term in (bias, accumulate):
@@ -133,6 +136,7 @@ def matmul_quantized(
         bias=bias is not None,
         accumulate=accumulate is not None,
         out_dtype=dtype,
+        partial_sums=jnp.dtype(partial_sums),
     )
     return y
 
@@ -155,8 +159,14 @@ def _batch_shape(
 
 
 def _abstract_eval(
-    *operands: Any, alphas: int, bias: bool, accumulate: bool, out_dtype: Any
+    *operands: Any,
+    alphas: int,
+    bias: bool,
+    accumulate: bool,
+    out_dtype: Any,
+    partial_sums: Any = None,
 ) -> list[ShapedArray]:
+    del partial_sums
     batch = _batch_shape(operands, alphas=alphas, bias=bias, accumulate=accumulate)
     return [ShapedArray((*batch, operands[0].shape[-2], operands[2].shape[-2]), out_dtype)]
 
@@ -188,8 +198,15 @@ def _call(
     return call(*operands, alphas=np.int64(alphas), bias=bias, accumulate=accumulate)[:1]
 
 
-def _axes(*operands: Any, alphas: int, bias: bool, accumulate: bool, out_dtype: Any) -> Axes:
-    del out_dtype
+def _axes(
+    *operands: Any,
+    alphas: int,
+    bias: bool,
+    accumulate: bool,
+    out_dtype: Any,
+    partial_sums: Any,
+) -> Axes:
+    del out_dtype, partial_sums
     batch = _batch_shape(operands, alphas=alphas, bias=bias, accumulate=accumulate)
     a_codes, a_scales, b_codes, b_scales, *_ = operands
     leading, sizes = leading_axes(batch)
@@ -230,15 +247,16 @@ def _local(
     bias: bool,
     accumulate: bool,
     out_dtype: Any,
+    partial_sums: Any,
 ) -> Sequence[jax.Array]:
     if shards.count("k") == 1:
         return list(
             call(*operands, alphas=alphas, bias=bias, accumulate=accumulate, out_dtype=out_dtype)
         )
-    # Each device has a part of K: parts of the sum are added in float32, and rounded once.
+    # Each device has a part of K: bias and accumulate are added to the sum of the parts.
     factors, rest = operands[: 4 + alphas], list(operands[4 + alphas :])
-    (y,) = call(*factors, alphas=alphas, bias=False, accumulate=False, out_dtype=jnp.float32)
-    y = jax.lax.psum(y, shards.axes(("k",)))
+    (y,) = call(*factors, alphas=alphas, bias=False, accumulate=False, out_dtype=partial_sums)
+    y = jax.lax.psum(y, shards.axes(("k",))).astype(jnp.float32)
     if bias:
         b = rest.pop(0).astype(jnp.float32)
         y = y + b.reshape(b.shape[:-1] + (1,) * (y.ndim - b.ndim) + b.shape[-1:])
@@ -287,7 +305,12 @@ def _jvp(
                 : 4 + alphas
             ]
             (unit,) = matmul_p.bind(
-                *others, alphas=alphas, bias=False, accumulate=False, out_dtype=dtype
+                *others,
+                alphas=alphas,
+                bias=False,
+                accumulate=False,
+                out_dtype=dtype,
+                partial_sums=params["partial_sums"],
             )
             term = unit * dx.reshape(dx.shape + (1,) * (y.ndim - dx.ndim))
         elif params["bias"] and i == 4 + alphas:

@@ -13,7 +13,7 @@ import numpy as np
 from jax_nvfp4_ops import _primitive, layout
 from jax_nvfp4_ops._compat import ShapedArray
 from jax_nvfp4_ops._sharding import Axes, Dim, Shards, divide, leading_axes, tiles
-from jax_nvfp4_ops.amax import amax_p, check_matrix
+from jax_nvfp4_ops.amax import amax_p, check_matrix, greatest
 from jax_nvfp4_ops.array import NVFP4Array
 from jax_nvfp4_ops.format import HADAMARD_SIGNS, Format
 
@@ -181,6 +181,7 @@ def quantize_along(
     amax: jax.Array | None = None,
     which: Mapping[int, int] | None = None,
     partners: dict[int, jax.Array] | None = None,
+    amax_axes: tuple[str, ...] = (),
 ) -> tuple[Any, Any]:
     """Quantizes x[..., R, K] along its last axis, the one before it, or both, in one call of the primitive.
 
@@ -192,6 +193,7 @@ def quantize_along(
       amax: f32[values]; computed where None.
       which: By axis, which value of amax belongs to it.
       partners: f32[] by axis: a factor of that result's global scale.
+      amax_axes: Manual axes over which a computed amax is taken.
 
     Returns:
       NVFP4Array[..., R, K] or None, NVFP4Array[..., K, R] or None.
@@ -207,6 +209,8 @@ def quantize_along(
         (amax,) = _primitive.bind(
             amax_p, jax.lax.stop_gradient(x), example_ndim=0, outputs=values, signs=HADAMARD_SIGNS
         )
+        if amax_axes:
+            amax = greatest(amax, amax_axes)
         which = {axis: values.index(o) for axis, o in source.items()}
     which = which or {}
     operands = [amax]

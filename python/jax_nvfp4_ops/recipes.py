@@ -7,6 +7,7 @@ import dataclasses
 from jax_nvfp4_ops.format import Format, check_choice
 
 BACKWARDS = ("nvfp4", "bf16")
+PARTIAL_SUMS = ("float32", "bfloat16")
 
 _RNE = Format()
 _SR = Format(rounding="sr")
@@ -36,6 +37,10 @@ class Recipe:
       g_wgrad: g along M.
       backward: "nvfp4", or "bf16": dgrad and wgrad in bfloat16 from the quantized x and w of fprop, g not quantized; the
         four formats of the backward GEMMs are then without effect.
+      partial_sums: "float32" or "bfloat16": where a mesh divides what a GEMM contracts (tensor parallel rows; the tokens, in
+        wgrad), the type in which the devices' sums are sent and added. bfloat16 halves the bytes, and rounds once more.
+      amax_axes: Inside of a `jax.shard_map`, the manual axes over which the largest magnitude of each tensor is taken. Without
+        them each device scales what it has by itself. Elsewhere it is always that of the whole tensor.
       name: For messages and tables.
 
     Raises:
@@ -54,10 +59,17 @@ class Recipe:
     x_wgrad: Format = _RNE
     g_wgrad: Format = _RNE
     backward: str = "nvfp4"
+    partial_sums: str = "float32"
+    amax_axes: tuple[str, ...] = ()
     name: str = "custom"
 
     def __post_init__(self) -> None:
         check_choice("Recipe", "backward", self.backward, BACKWARDS)
+        check_choice("Recipe", "partial_sums", self.partial_sums, PARTIAL_SUMS)
+        if not isinstance(self.amax_axes, tuple):
+            raise TypeError(
+                f"Recipe: amax_axes must be a tuple of names of mesh axes; got {self.amax_axes!r}. For one axis: ('data',)."
+            )
         for gemm, a, b in _GEMMS:
             for operand in (a, b):
                 if not isinstance(getattr(self, operand), Format):
