@@ -31,8 +31,11 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 _NEEDED = {"jax": (0, 10, 0), "jaxlib": (0, 10, 0), "numpy": (0,), "ml_dtypes": (0,)}
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 _OLD_PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt")
-_OPTIONAL = ("nvidia-cublas", "cuda-pathfinder", "cuda-bindings", "rich", "matplotlib")
-_WITH_CUDA = "pip install 'jax-nvfp4-ops[cuda13]'"
+_FOR_BENCH = ("cuda-bindings", "rich", "matplotlib")
+_OPTIONAL = ("nvidia-cublas", "cuda-pathfinder", *_FOR_BENCH)
+_WITH_CUDA = "pip install 'jax-nvfp4-ops[cuda13]' (in a clone: '.[cuda13]')"
+_WITH_BENCH = "pip install 'jax-nvfp4-ops[bench]' (in a clone: '.[bench]')"
+_AGAIN = "pip install --force-reinstall --no-deps jax-nvfp4-ops (in a clone: .)"
 _OLDEST_DRIVER = (580,)
 _OLDEST_CUBLASLT = (13, 2, 0)
 # From a clone: a wheel may have been built without nvcc.
@@ -131,15 +134,12 @@ def packages() -> list[Finding]:
                     f"pip uninstall {' '.join(_OLD_PLUGINS)}; {_WITH_CUDA}",
                 )
             )
-    extras = {"rich": "bench", "matplotlib": "bench", "cuda-bindings": "bench"}
     for name in _OPTIONAL:
         if versions[name]:
             found.append(Finding(section, OK, f"{name} {versions[name]}"))
-        elif name in extras:
+        elif name in _FOR_BENCH:
             text = f"{name} is missing: only `python -m jax_nvfp4_ops bench` needs it"
-            found.append(
-                Finding(section, NOTE, text, f"pip install 'jax-nvfp4-ops[{extras[name]}]'")
-            )
+            found.append(Finding(section, NOTE, text, _WITH_BENCH))
         elif any(versions[plugin] for plugin in _PLUGINS):
             text = f"{name} is missing: matmul on CUDA then looks for cuBLASLt where JAX may not have it"
             found.append(Finding(section, NOTE, text, _WITH_CUDA))
@@ -178,7 +178,7 @@ def this_package(import_error: BaseException | None) -> tuple[list[Finding], lis
                 section,
                 PROBLEM,
                 f"{text}, which jaxlib's, {theirs[0]}.{theirs[1]}, does not load",
-                "pip install --force-reinstall --no-deps jax-nvfp4-ops, which builds with the oldest headers",
+                f"{_AGAIN}, which builds with the oldest headers",
             )
         )
     else:
@@ -209,7 +209,7 @@ def _native_fix(folder: pathlib.Path) -> str:
             f"it is for another Python or machine ({', '.join(modules)}; this one loads {wanted}): "
             "install again with this Python"
         )
-    return "install again: pip install --force-reinstall --no-deps jax-nvfp4-ops"
+    return f"install again: {_AGAIN}"
 
 
 def _jaxlib_ffi() -> tuple[int, int] | None:
@@ -524,7 +524,7 @@ def _test_fix(text: str) -> str:
         return "pip install 'nvidia-cublas>=13.2'"
     if "out of memory" in text.lower() or "RESOURCE_EXHAUSTED" in text:
         return "the device's memory is in use: stop what uses it, and try again"
-    return "pip install --force-reinstall --no-deps jax-nvfp4-ops; if it still fails, please report it as a bug"
+    return f"{_AGAIN}; if it still fails, please report it as a bug"
 
 
 def _backend_fix() -> str:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-_INSTALL = "pip install 'jax-nvfp4-ops[bench]'"
+_INSTALL = "pip install 'jax-nvfp4-ops[bench]' (in a clone: '.[bench]')"
 _PLOTS = (".png", ".pdf", ".svg")
 
 # Where the command line says nothing: (GPU, CPU), whole run and --quick.

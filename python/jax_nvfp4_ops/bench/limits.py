@@ -30,7 +30,7 @@ TENSOR_FLOPS: Mapping[tuple[int, int], Mapping[str, int]] = {
 # GeForce products do these at half of that rate.
 _HALVED_ON_GEFORCE = ("bf16", "fp8")
 
-_INSTALL = "pip install 'jax-nvfp4-ops[bench]'"
+_INSTALL = "pip install 'jax-nvfp4-ops[bench]' (in a clone: '.[bench]')"
 # Larger than the last cache of any device of today: for one that does not tell its own.
 _LARGE_CACHE = 256 << 20
 
