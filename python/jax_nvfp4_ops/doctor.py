@@ -474,6 +474,7 @@ def _device(
     """What one device will do, and whether it did."""
     section = "devices"
     name = f"{device['device']} ({device['kind']})"
+    chip = re.match(r"(\d+)\.(\d+)", str(device["capability"]))  # others' GPUs have none, or words
     status, fix = OK, None
     if device["platform"] == "cpu":
         text = f"{name}: integer kernels"
@@ -484,19 +485,17 @@ def _device(
             text += f" of the instruction set {sets[0]}"
             if len(sets) > 1:
                 text += f" (also {', '.join(sets[1:])})"
-    elif chip := re.match(
-        r"(\d+)\.(\d+)", str(device["capability"])
-    ):  # others' GPUs have none, or words
+    elif chip:
         major, minor = chip.groups()
         status, how = path_of((int(major), int(minor)))
         text = f"{name}, compute capability {major}.{minor}: {how}"
-        if status != OK:
-            fix = f"CMAKE_ARGS='-DNVFP4_CUDA=ON -DNVFP4_CUDA_TARGETS={major}{minor}' pip install . in a clone"
         if status == PROBLEM:
             fix = "JAX_PLATFORMS=cpu uses the CPU instead"
-        if status != PROBLEM and platforms is not None and "CUDA" not in platforms:
+        elif platforms is not None and "CUDA" not in platforms:
             status, fix = PROBLEM, _BUILD_CUDA
             text += "; but this build has no CUDA backend, only that for " + ", ".join(platforms)
+        elif status == NOTE:
+            fix = f"CMAKE_ARGS='-DNVFP4_CUDA=ON -DNVFP4_CUDA_TARGETS={major}{minor}' pip install . in a clone"
     else:
         status, text = NOTE, f"{name}: this package has nothing for {device['platform']}"
     found = [Finding(section, status, text, fix)]

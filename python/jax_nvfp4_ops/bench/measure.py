@@ -184,7 +184,7 @@ class Program:
 
     def fit(self, seconds: float) -> None:
         """Makes a run last about so many seconds."""
-        for _ in range(2):  # the launch of a short loop makes its calls seem longer than they are
+        for _ in range(3):  # the launch of a short loop makes its calls seem longer than they are
             # The shortest of a few: a first one may have to fetch pages.
             shortest = min(self.run() for _ in range(3))
             if shortest >= 0.8 * seconds:
