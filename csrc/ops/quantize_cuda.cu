@@ -51,7 +51,8 @@ constexpr int kBlockBytes = kBlock / 2;
 constexpr int kScales = 128;  // E4M3 codes without a sign
 
 // Factors that are powers of two are folded into others, which changes no bit where all stay
-// normal: where the amax is zero or between these.
+// normal: where the amax is zero or between these. What is said of folds below holds for all but
+// such tensors, and places in tensors of more than 2^32 rows.
 constexpr float kFoldsFrom = 0x1p-100f, kFoldsBelow = 0x1p100f;
 
 struct OutputState {
@@ -139,9 +140,15 @@ class Quantizer {
     return amax == 0.0f || (amax >= kFoldsFrom && amax < kFoldsBelow);
   }
 
+  // Whether the upper words of the rows of some tiles, which random bits are drawn for, differ.
+  static NVFP4_DEVICE bool Carries(int64_t first, uint32_t tiles) {
+    return first >> 32 != (first + tiles * kTile - 1) >> 32;
+  }
+
   NVFP4_DEVICE void Prepare(uint32_t example) {
     if constexpr (kFolds)
-      folds_ = Folds(args_.along_rows, example) && Folds(args_.along_columns, example);
+      folds_ = Folds(args_.along_rows, example) && Folds(args_.along_columns, example) &&
+               !Carries(random_row_, 1) && !Carries(random_column_, grid_.tiles_of_block);
     const bool columns = threadIdx.x >= kScales;
     const uint8_t scale = static_cast<uint8_t>(threadIdx.x % kScales);
     const QuantizeOutput& out = columns ? args_.along_columns : args_.along_rows;
@@ -327,8 +334,7 @@ class Quantizer {
 #pragma unroll
         for (int i = 0; i < kBlock; ++i) y[i] = __fmul_rn(y[i], 0x1p-14f);
       }
-      // In whole tiles first_row is a multiple of kTile, and the sum has no carry.
-      const int64_t high = kWhole ? first_row : first_row + row;
+      const int64_t high = kFolded ? first_row : first_row + row;  // Carries
       return EncodeStochastic(y, random_.At(static_cast<uint32_t>(first_row) + row,
                                             static_cast<uint32_t>(high >> 32), block, stream));
     } else {
