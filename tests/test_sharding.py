@@ -109,18 +109,61 @@ def test_leading_axes(mesh, spec):
     assert set(sent) == {AMAX}
 
 
-@pytest.mark.parametrize("shape", [(200, 80), (384, 96), (16, 464), (96, 16), (5, 2048)], ids=str)
+U8 = {("u8", "all-gather"), ("u8", "all-to-all"), ("u8", "collective-permute")}
+
+
+@pytest.mark.parametrize("shape", [(256, 512), (384, 96), (64, 2048), (2, 192, 64)], ids=str)
+@pytest.mark.parametrize("spec", [P("d"), P(None, "m"), P(("d", "m")), P("m", "d")], ids=str)
+def test_parts_finer_than_a_tile(mesh, shape, spec):
+    """Down to 32 rows or columns: codes stay where they are, scales are put together."""
+    x = jnp.asarray(wide(shape))
+    spec = P(*(None,) * (len(shape) - 2), *spec)
+    (placed,) = put(mesh, (x, spec))
+
+    def f(x):
+        return nvfp4.quantize(x, axis=(-1, -2), block="16x16", rounding="sr", key=KEY)
+
+    got, sent = run(f, placed)
+    assert_same_tree(got, jax.jit(f)(x))
+    parts = [
+        size
+        // int(np.prod([mesh.shape[a] for a in (axes if isinstance(axes, tuple) else (axes,))]))
+        for size, axes in zip(shape, (*spec, None), strict=False)
+        if axes
+    ]
+    if all(part % 32 == 0 for part in parts):
+        assert set(sent) <= {AMAX, *U8}
+        assert got[0].packed.sharding.is_equivalent_to(NamedSharding(mesh, spec), len(shape))
+
+
+def test_parts_finer_than_a_tile_where_shardings_are_types(explicit):
+    x = jnp.asarray(wide((256, 128)))
+    with jax.set_mesh(explicit):
+        (placed,) = put(explicit, (x, P("d", None)))
+        types = []
+
+        def f(x):
+            q = nvfp4.quantize(x, axis=(-1, -2))
+            types.extend(jax.typeof(a).sharding.spec for a in (q[0].packed, q[0].scales))
+            return q
+
+        got, sent = run(f, placed)
+    assert types == [P("d", None), P(None, None, None)]
+    assert_same_tree(jax.device_get(got), jax.device_get(jax.jit(f)(x)))
+    assert set(sent) <= {AMAX, *U8}
+
+
+@pytest.mark.parametrize("shape", [(200, 80), (16, 464), (96, 16), (5, 2048), (40, 8)], ids=str)
 def test_shapes_that_do_not_tile(mesh, shape):
-    """XLA gathers what can not be divided into whole tiles of scales."""
+    """XLA gathers what can not be divided."""
     x = jnp.asarray(wide(shape))
     for spec in (P("d"), P(None, "m"), P(("d", "m"))):
-        fits = all(
-            size % np.prod([mesh.shape[a] for a in (axes if isinstance(axes, tuple) else (axes,))])
-            == 0
-            for size, axes in zip(shape, spec, strict=False)
+        count = [
+            int(np.prod([mesh.shape[a] for a in (axes if isinstance(axes, tuple) else (axes,))]))
+            for axes in spec
             if axes
-        )
-        if fits:
+        ]
+        if shape[len(spec) - 1] % count[0] == 0:
             (placed,) = put(mesh, (x, spec))
             assert_same_tree(jax.jit(quantizations)(placed), jax.jit(quantizations)(x))
 

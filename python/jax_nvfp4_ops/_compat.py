@@ -27,15 +27,17 @@ def needs_devices(primitive: Primitive) -> None:
     prim_requires_devices_during_lowering.add(primitive)
 
 
-def is_partitioned(ctx: Any) -> bool:
-    """Whether XLA divides what is lowered over several devices, and may be told how.
+def partitioning_devices(ctx: Any) -> int:
+    """The number of devices over which XLA divides what is lowered, if it does, and may be told how; else 0.
 
     It can not be told inside of a shard_map that is manual over some axes only.
     """
     context = ctx.module_context.axis_context
     if isinstance(context, SPMDAxisContext):
-        return not context.manual_axes
-    return isinstance(context, ShardingContext) and context.num_devices > 1
+        return 0 if context.manual_axes else int(context.mesh.size)
+    if isinstance(context, ShardingContext) and context.num_devices > 1:
+        return int(context.num_devices)
+    return 0
 
 
 def no_abstract_mesh() -> Any:
@@ -53,9 +55,9 @@ __all__ = [
     "apply_primitive",
     "batching",
     "custom_partitioning",
-    "is_partitioned",
     "mlir",
     "needs_devices",
     "no_abstract_mesh",
     "parse_flatten_op_sharding",
+    "partitioning_devices",
 ]

@@ -15,9 +15,9 @@ from jax_nvfp4_ops._compat import (
     ad,
     apply_primitive,
     batching,
-    is_partitioned,
     mlir,
     needs_devices,
+    partitioning_devices,
 )
 
 # The platforms that an op is lowered for, as JAX spells them in a lowering and in a registration.
@@ -59,7 +59,7 @@ def define(
       abstract_eval: `abstract_eval(*avals, **params)`, with all checks of its operands.
       batch: `batch(operands, axes, **params)`, where an axis is None for an operand that is not mapped.
       jvp: `jvp(primals, tangents, **params)`.
-      axes: `axes(*avals, **params)` says how operands and results may be sharded.
+      axes: `axes(divider, *avals, **params)` says how operands and results may be sharded.
       local: `local(call, shards, operands, **params)` is what one device computes, with `call(*operands, **params)` for the op
         on its part.
 
@@ -80,9 +80,12 @@ def define(
 
     def lower(ctx: Any, *values: Any, **params: Any) -> Any:
         part = functools.partial(_run_local, inner, local, params)
-        if is_partitioned(ctx):
+        if devices := partitioning_devices(ctx):
             f = _sharding.partitioned(
-                axes(*ctx.avals_in, **params), ctx.avals_in, ctx.avals_out, part
+                axes(_sharding.Divider(devices), *ctx.avals_in, **params),
+                ctx.avals_in,
+                ctx.avals_out,
+                part,
             )
         else:
             f = functools.partial(_run_whole, part)
@@ -94,7 +97,9 @@ def define(
     primitive.def_impl(functools.partial(apply_primitive, primitive))
     primitive.def_abstract_eval(
         lambda *avals, **params: _sharding.typed(
-            lambda: axes(*avals, **params), avals, abstract_eval(*avals, **params)
+            lambda devices: axes(_sharding.Divider(devices), *avals, **params),
+            avals,
+            abstract_eval(*avals, **params),
         )
     )
     mlir.register_lowering(primitive, lower)

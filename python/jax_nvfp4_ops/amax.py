@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_nvfp4_ops import _primitive
 from jax_nvfp4_ops._compat import ShapedArray
-from jax_nvfp4_ops._sharding import Axes, Shards, divide, leading_axes
+from jax_nvfp4_ops._sharding import Axes, Divider, Shards
 from jax_nvfp4_ops.format import HADAMARD_SIGNS, check_choice
 from jax_nvfp4_ops.layout import BLOCK
 
@@ -92,16 +92,18 @@ def _call(
     )
 
 
-def _axes(x: Any, *, example_ndim: int, outputs: tuple[str, ...], signs: int) -> Axes:
+def _axes(
+    divider: Divider, x: Any, *, example_ndim: int, outputs: tuple[str, ...], signs: int
+) -> Axes:
     # The transform's blocks of 16 are not divided.
     del signs
-    leading, sizes = leading_axes(x.shape[:-2])
-    rows = divide("row", x.shape[-2], BLOCK if "columns" in outputs else 1, sizes)
-    columns = divide("column", x.shape[-1], BLOCK if "rows" in outputs else 1, sizes)
+    leading = divider.leading(x.shape[:-2])
+    rows = divider.axis("row", x.shape[-2], BLOCK if "columns" in outputs else 1)
+    columns = divider.axis("column", x.shape[-1], BLOCK if "rows" in outputs else 1)
     return Axes(
         operands=((*leading, rows, columns),),
         results=((*leading[:example_ndim], ("value",)),),
-        sizes=sizes,
+        sizes=divider.sizes,
         reduced=(*(d[0] for d in leading[example_ndim:]), "row", "column"),
     )
 

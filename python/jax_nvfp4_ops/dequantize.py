@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_nvfp4_ops import _primitive, layout
 from jax_nvfp4_ops._compat import ShapedArray
-from jax_nvfp4_ops._sharding import Axes, Shards, divide, leading_axes, tiles
+from jax_nvfp4_ops._sharding import Axes, Divider, Shards
 
 _TARGET = "nvfp4_dequantize_v1"
 
@@ -36,25 +36,27 @@ def _call(
     return jax.ffi.ffi_call(_TARGET, [result])(codes, scales, global_scale)
 
 
-def _axes(codes: Any, scales: Any, global_scale: Any, *, k: int, dtype: Any) -> Axes:
+def _axes(
+    divider: Divider, codes: Any, scales: Any, global_scale: Any, *, k: int, dtype: Any
+) -> Axes:
     del dtype
-    leading, sizes = leading_axes(codes.shape[:-2])
-    rows = divide("row", codes.shape[-2], layout.TILE_ROWS, sizes)
-    columns = divide("column", k, layout.TILE_COLUMNS, sizes)
-    packed = columns if "column" in sizes else ("packed",)
+    leading = divider.leading(codes.shape[:-2])
+    rows = divider.axis("row", codes.shape[-2], layout.TILE_ROWS)
+    columns = divider.axis("column", k, layout.TILE_COLUMNS)
+    packed = columns if "column" in divider.sizes else ("packed",)
     return Axes(
         operands=(
             (*leading, rows, packed),
             (
                 *leading,
-                tiles("row", scales.shape[-3], sizes),
-                tiles("column", scales.shape[-2], sizes),
+                divider.tiles("row", scales.shape[-3]),
+                divider.tiles("column", scales.shape[-2]),
                 ("tile",),
             ),
             leading[: global_scale.ndim],
         ),
         results=((*leading, rows, columns),),
-        sizes=sizes,
+        sizes=divider.sizes,
     )
 
 

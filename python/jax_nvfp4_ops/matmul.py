@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_nvfp4_ops import _cuda, _primitive, layout
 from jax_nvfp4_ops._compat import ShapedArray
-from jax_nvfp4_ops._sharding import Axes, Dim, Shards, divide, leading_axes, tiles
+from jax_nvfp4_ops._sharding import Axes, Dim, Divider, Shards
 from jax_nvfp4_ops.array import NVFP4Array
 
 _TARGET = "nvfp4_matmul_v1"
@@ -199,6 +199,7 @@ def _call(
 
 
 def _axes(
+    divider: Divider,
     *operands: Any,
     alphas: int,
     bias: bool,
@@ -209,15 +210,15 @@ def _axes(
     del out_dtype, partial_sums
     batch = _batch_shape(operands, alphas=alphas, bias=bias, accumulate=accumulate)
     a_codes, a_scales, b_codes, b_scales, *_ = operands
-    leading, sizes = leading_axes(batch)
-    m = divide("m", a_codes.shape[-2], layout.TILE_ROWS, sizes)
-    n = divide("n", b_codes.shape[-2], layout.TILE_ROWS, sizes)
-    k = divide("k", a_codes.shape[-1], layout.TILE_COLUMNS // 2, sizes)
+    leading = divider.leading(batch)
+    m = divider.axis("m", a_codes.shape[-2], layout.TILE_ROWS)
+    n = divider.axis("n", b_codes.shape[-2], layout.TILE_ROWS)
+    k = divider.axis("k", a_codes.shape[-1], layout.TILE_COLUMNS // 2)
     trailing: list[tuple[Dim, ...]] = []
     for name, dim, scales in (("m", m, a_scales), ("n", n, b_scales)):
         trailing.append((dim, k))
         trailing.append(
-            (tiles(name, scales.shape[-3], sizes), tiles("k", scales.shape[-2], sizes), ("tile",))
+            (divider.tiles(name, scales.shape[-3]), divider.tiles("k", scales.shape[-2]), ("tile",))
         )
     trailing += [()] * alphas + [(n,)] * bias + [(m, n)] * accumulate
     return Axes(
@@ -233,7 +234,7 @@ def _axes(
             for x, t in zip(operands, trailing, strict=True)
         ),
         results=((*leading, m, n),),
-        sizes=sizes,
+        sizes=divider.sizes,
         reduced=("k",),
     )
 

@@ -12,12 +12,17 @@ import numpy as np
 
 from jax_nvfp4_ops import _primitive, layout
 from jax_nvfp4_ops._compat import ShapedArray
-from jax_nvfp4_ops._sharding import Axes, Dim, Shards, divide, leading_axes, tiles
+from jax_nvfp4_ops._sharding import Axes, Dim, Divider, Shards
 from jax_nvfp4_ops.amax import amax_p, check_matrix, greatest
 from jax_nvfp4_ops.array import NVFP4Array
 from jax_nvfp4_ops.format import HADAMARD_SIGNS, Format
 
 _TARGET = "nvfp4_quantize_v1"
+
+# The factors by which rows and columns are divided over devices: whole tiles of scales, and finer parts. These are whole bytes of
+# packed rows in the transpose too, which are filled to 32 codes.
+_ROW, _COLUMN = ("row", "row_part"), ("column", "column_part")
+_PART = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,14 +302,20 @@ def _call(
 
 
 def _axes(
-    x: Any, amax: Any, *operands: Any, rows: Output | None, columns: Output | None, signs: int
+    divider: Divider,
+    x: Any,
+    amax: Any,
+    *operands: Any,
+    rows: Output | None,
+    columns: Output | None,
+    signs: int,
 ) -> Axes:
-    # A device's part has whole tiles of scales in each result.
+    # A device's part has whole tiles of scales in each result; or it is finer, and the tiles are put together of several.
     del signs
-    leading, sizes = leading_axes(x.shape[:-2])
+    leading = divider.leading(x.shape[:-2])
     long, short = layout.TILE_ROWS, layout.TILE_COLUMNS
-    row = divide("row", x.shape[-2], long if rows else short, sizes)
-    column = divide("column", x.shape[-1], long if columns else short, sizes)
+    row = divider.axis("row", x.shape[-2], long if rows else short, _PART)
+    column = divider.axis("column", x.shape[-1], long if columns else short, _PART)
     examples = leading[: amax.ndim - 1]
     results: list[tuple[Dim, ...]] = []
     shapes = iter(_shapes(x.shape, len(examples), rows, columns))
@@ -316,8 +327,13 @@ def _axes(
             continue
         (_, _), (scales, _), (_, _) = next(shapes), next(shapes), next(shapes)
         results += [
-            (*leading, dim, k_dim if k_name in sizes else (f"{k_name}_packed",)),
-            (*leading, tiles(name, scales[-3], sizes), tiles(k_name, scales[-2], sizes), ("tile",)),
+            (*leading, dim, k_dim if len(k_dim) > 1 else (f"{k_name}_packed",)),
+            (
+                *leading,
+                divider.tiles(name, scales[-3]),
+                divider.tiles(k_name, scales[-2]),
+                ("tile",),
+            ),
             examples,
         ]
     words = [("word",)] if len(operands) > 0 and operands[0].ndim == amax.ndim else []
@@ -329,7 +345,7 @@ def _axes(
             *(examples,) * (len(operands) - len(words)),
         ),
         results=tuple(results),
-        sizes=sizes,
+        sizes=divider.sizes,
     )
 
 
@@ -341,10 +357,28 @@ def _local(
         o is not None and o.format.rounding == "sr" for o in (params["rows"], params["columns"])
     )
     batch = range(amax.ndim - 1, x.ndim - 2)
-    if stochastic and shards.axes(("row", "column", *(f"axis{i}" for i in batch))):
+    origin = stochastic and bool(shards.axes((*_ROW, *_COLUMN, *(f"axis{i}" for i in batch))))
+    if origin:
         rest.insert(1, _origin(shards, x.shape, batch))
-        return list(call(x, amax, *rest, origin=True, **params))
-    return list(call(*operands, **params))
+    results = list(call(x, amax, *rest, origin=origin, **params))
+    r, k = x.shape[-2:]
+    wanted = [
+        (names, sizes)
+        for output, names, sizes in (
+            (params["rows"], (_ROW[1], _COLUMN[1]), (r, k)),
+            (params["columns"], (_COLUMN[1], _ROW[1]), (k, r)),
+        )
+        if output is not None
+    ]
+    for i, (names, sizes) in enumerate(wanted):
+        if not shards.axes(names):
+            continue
+        linear = layout.scales_to_linear(results[3 * i + 1], *sizes)
+        for axis, name in zip((linear.ndim - 2, linear.ndim - 1), names, strict=True):
+            if over := shards.axes((name,)):
+                linear = jax.lax.all_gather(linear, over, axis=axis, tiled=True)
+        results[3 * i + 1] = layout.scales_from_linear(linear)
+    return results
 
 
 def _origin(shards: Shards, shape: Sequence[int], batch: range) -> jax.Array:
@@ -360,10 +394,10 @@ def _origin(shards: Shards, shape: Sequence[int], batch: range) -> jax.Array:
         count *= size * shards.count(name)
     begin = jnp.array(
         [
-            shards.index("row") * r,
-            shards.index("column") * k,
-            shards.count("row") * r,
-            shards.count("column") * k,
+            shards.index(*_ROW) * r,
+            shards.index(*_COLUMN) * k,
+            shards.count(*_ROW) * r,
+            shards.count(*_COLUMN) * k,
         ],
         jnp.uint32,
     )
