@@ -50,9 +50,7 @@ def kernels(tmp_path_factory):
 
 def whole_kernels(found):
     """Of case names: their kernels."""
-    return {
-        name: next(k for n, k in found.items() if case.kernel in n) for name, case in CASES.items()
-    }
+    return {name: sass_model.find(case, found) for name, case in CASES.items()}
 
 
 def opcodes(kernel) -> str:
@@ -65,7 +63,6 @@ def test_instructions_leave_the_bandwidth(kernels, name):
     most = sass_model.most_instructions(version)
     assert most is not None, f"sass_model.MOST_INSTRUCTIONS has no column for nvcc {version}"
     result = sass_model.measure(CASES[name], kernels("quantize", count=True))
-    assert result.kernel.registers <= sass_model.MOST_REGISTERS
     assert result.per_element <= most[name]
     assert result.per_element > most[name] - 0.3, "the bound in sass_model is out of date"
     assert result.share >= CASES[name].bar

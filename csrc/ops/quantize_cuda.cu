@@ -198,14 +198,21 @@ class Quantizer {
       column_codes_ = args_.along_columns.codes +
                       (matrix * args_.k + column_ + column_place.row) * codes_stride_[1] +
                       column_block_ * int64_t{kBlockBytes};
-    if (WantsRows())
-      row_scales_ =
-          args_.along_rows.scales + matrix * ScalesSize(args_.rows, args_.k) +
-          (row_ / kTileRows * TileColumns(args_.k) + column_ / kScaleTileColumns) * kTileBytes;
-    if (WantsColumns())
-      column_scales_ =
-          args_.along_columns.scales + matrix * ScalesSize(args_.k, args_.rows) +
-          (column_ / kTileRows * TileColumns(args_.rows) + row_ / kScaleTileColumns) * kTileBytes;
+    PlaceScales(matrix);
+  }
+
+  // What this thread copies in StoreScales.
+  NVFP4_DEVICE void PlaceScales(uint32_t matrix) {
+    const int thread = static_cast<int>(threadIdx.x), line = thread % kScaleLines;
+    const bool columns = thread >= kScaleLines;
+    if (thread >= 2 * kScaleLines || (columns ? !WantsColumns() : !WantsRows())) return;
+    const QuantizeOutput& out = columns ? args_.along_columns : args_.along_rows;
+    const int64_t rows = columns ? args_.k : args_.rows, k = columns ? args_.rows : args_.k;
+    const int64_t row = columns ? column_ : row_, column = columns ? row_ : column_;
+    scales_ = out.scales + matrix * ScalesSize(rows, k) +
+              (row / kTileRows * TileColumns(k) + column / kScaleTileColumns) * kTileBytes +
+              line * kLine;
+    scales_step_ = columns ? static_cast<uint32_t>(TileColumns(k)) : kScaleTiles;
   }
 
   // What random bits are drawn for: places in the tensor that x may be a part of.
@@ -229,14 +236,9 @@ class Quantizer {
     column_ += kTile;
     row_block_ += kTileBlocksAcross;
     random_column_ += kTile;
-    if (WantsRows()) {
-      row_codes_ += kTileBlocksAcross * kBlockBytes;
-      row_scales_ += kScaleBytes;
-    }
-    if (WantsColumns()) {
-      column_codes_ += kTile * codes_stride_[1];
-      column_scales_ += TileColumns(args_.rows) * kTileBytes;
-    }
+    if (WantsRows()) row_codes_ += kTileBlocksAcross * kBlockBytes;
+    if (WantsColumns()) column_codes_ += kTile * codes_stride_[1];
+    scales_ += int64_t{scales_step_} * kTileBytes;
     buffer_ ^= 1;
   }
 
@@ -495,16 +497,16 @@ class Quantizer {
 
   // 64 threads for each output.
   NVFP4_DEVICE void StoreScales() const {
-    const auto thread = static_cast<int>(threadIdx.x), line = thread % kScaleLines;
-    if (thread >= 2 * kScaleLines) return;
+    const auto thread = static_cast<int>(threadIdx.x);
     const bool columns = thread >= kScaleLines;
-    if (columns ? !WantsColumns() : !WantsRows()) return;
+    if (thread >= 2 * kScaleLines || (columns ? !WantsColumns() : !WantsRows())) return;
     if constexpr (!kWhole) {
+      const int line = thread % kScaleLines;
       // The last scale tile may lie past the end.
       const int64_t before = columns ? row_ : column_, k = columns ? args_.rows : args_.k;
       if (before / kScaleTileColumns + line / (kTileBytes / kLine) >= TileColumns(k)) return;
     }
-    reinterpret_cast<uint4*>(columns ? column_scales_ : row_scales_)[line] =
+    *reinterpret_cast<uint4*>(scales_) =
         reinterpret_cast<const uint4*>(shared_.scales[buffer_])[thread];
   }
 
@@ -522,8 +524,8 @@ class Quantizer {
   uint32_t row_staged_ = 0, column_staged_ = 0;  // this thread's first scales, in scales[][]
   uint8_t* row_codes_ = nullptr;
   uint8_t* column_codes_ = nullptr;
-  uint8_t* row_scales_ = nullptr;  // of the tile
-  uint8_t* column_scales_ = nullptr;
+  uint8_t* scales_ = nullptr;  // where this thread copies some of the tile's to
+  uint32_t scales_step_ = 0;   // from tile to tile, in scale tiles
   float row_factor_ = 1.0f, column_factor_ = 1.0f;  // TensorScale::block_factor
   int buffer_ = 0;                                  // of Staged
   bool folds_ = true;

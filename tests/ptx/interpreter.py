@@ -872,6 +872,7 @@ class _Grid:
         counts[1] += len(sectors)
 
     def do_atom(self, m, o, instruction):
+        m = [part for part in m if part not in ("relaxed", "gpu")]  # the defaults
         if m[0] != "global" or m[1] not in ("max", "add") or m[2] not in ("u32",):
             raise Error("unknown atomic")
         value, old = self.get(o[2], U32), np.zeros(self.n, U32)
