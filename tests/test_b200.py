@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import jax_nvfp4_ops as nvfp4
 import pytest
-from b200 import audit, plugin, programs
+from b200 import audit, collectives, plugin, programs, sharded
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 KEY = programs.KEY
@@ -294,3 +294,111 @@ def test_the_hadamard_transform_back_is_not_rounded_to_tf32():
     q = jax.eval_shape(lambda x: nvfp4.quantize(x, hadamard=True), spec(256, 128, dtype=F32))
     text = audit.audit(lambda q: q.dequantize(), q).text
     assert re.search(r'"operand_precision":\["HIGHEST","HIGHEST"\]', text), text
+
+
+# ---- What devices send to each other.
+
+
+@pytest.mark.parametrize(
+    ("groups", "first"),
+    [
+        ("{{0,2,4},{1,3,5}}", [0, 2, 4]),
+        ("{}", [0, 1, 2, 3, 4, 5]),
+        ("[2,3]<=[6]", [0, 1, 2]),
+        ("[2,3]<=[3,2]T(1,0)", [0, 2, 4]),
+        ("mesh['a'=3,'b'=2] {'a'}", [0, 2, 4]),
+        ("mesh['a'=3,'b'=2] {'b'}", [0, 1]),
+        ("mesh['a'=3,'b'=2], device_ids=([2,3]T(1,0)) {'b'}", [0, 3]),
+        ("mesh['a'=6] {'a':(1)3}", [0, 2, 4]),
+        ("mesh['a'=6] {'a':(3)2}", [0, 1]),
+    ],
+)
+def test_groups_of_devices(groups, first):
+    attributes = f", channel_id=1, replica_groups={groups}, use_global_device_ids=true"
+    assert collectives._group("all-gather", attributes, 6) == first
+
+
+def test_collectives_are_those_of_the_program():
+    mesh = plugin.mesh(2, 4, names=("data", "model"))
+    spec_of = jax.sharding.PartitionSpec
+
+    def place(*axes):
+        return jax.sharding.NamedSharding(mesh, spec_of(*axes))
+
+    def function(x):
+        def local(x):
+            y = jax.lax.all_gather(x, "model", tiled=True)
+            y, _ = jax.lax.scan(lambda y, _: (jax.lax.psum(y, "data"), None), y, length=3)
+            return jax.lax.psum_scatter(y, "model", tiled=True)
+
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=spec_of("model"), out_specs=spec_of("model"), check_vma=False
+        )(x)
+
+    x = jax.ShapeDtypeStruct((4096,), F32, sharding=place("model"))
+    found = collectives.compiled(jax.jit(function), x, mesh=mesh)
+    assert [(c.op, c.axes, c.devices, c.times, c.bytes) for c in found] == [
+        ("all-gather", ("model",), 4, 1, 3 * 4096),
+        ("all-reduce", ("data",), 2, 3, 4 * 4096),
+        ("reduce-scatter", ("model",), 4, 1, 3 * 4096),
+    ]
+
+
+@pytest.mark.parametrize("rows", [128, 64, 32])
+def test_a_weight_of_few_rows_on_each_device_is_gathered_quantized(rows):
+    """Down to 32, which are less than a tile of scales: these are gathered as bytes, too."""
+    devices = 64
+    mesh = plugin.mesh(devices)
+    at = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    step, x, w, key = programs.forward(NVFP4, devices * 1024, devices * rows, 4096)
+    x, w = x.update(sharding=at), w.update(sharding=at)
+    key = key.update(sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    found = collectives.compiled(jax.jit(step, out_shardings=at), x, w, key, mesh=mesh)
+    assert {t for c in found if c.purpose(None) == "weights" for t in c.dtypes} == {"u8"}
+    sent = sum(c.bytes for c in found)
+    assert sent <= 0.5625 * (devices - 1) / devices * w.size + 100
+
+
+MESHES = {
+    "FSDP": lambda: sharded.fsdp(8),
+    "FSDP along both axes": lambda: sharded.Layout(
+        plugin.mesh(4, 2, names=("data", "data2")), ("data", "data2"), None, ("data", "data2")
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MESHES.values(), ids=MESHES)
+def layer(request):
+    """Collectives of a layer of a Llama-70B forward and backward on eight B200s: in bfloat16, and in NVFP4."""
+    layout = request.param()
+
+    def found(name):
+        step, *arguments = sharded.layer_step(layout, sharded.LINEARS[name](layout, "float32"))
+        return collectives.compiled(step, *arguments, mesh=layout.mesh)
+
+    return layout.model, found("bf16"), found("nvfp4")
+
+
+def received(found, model, purpose):
+    return sum(c.times * c.bytes for c in found if c.purpose(model) == purpose)
+
+
+def test_weights_and_activations_of_a_layer_are_sent_quantized(layer):
+    model, bf16, nvfp4 = layer
+    kinds = {c.purpose(model): set() for c in nvfp4}
+    for c in nvfp4:
+        kinds[c.purpose(model)] |= {(c.op, *c.dtypes)}
+    gathered = {("all-gather", "u8")}
+    assert kinds.pop("scales") == {("all-reduce", "s32")}
+    assert kinds.pop("weights") == gathered
+    assert kinds.pop("activations, gathered", gathered) == gathered
+    # 16 bits for 4.5, forward and backward.
+    ratio = received(bf16, model, "weights") / received(nvfp4, model, "weights")
+    assert 3.5 < ratio < 3.56
+    if model:
+        # Gradients are sent along both axes, 9 bits: of x, x, g, g in bfloat16 of 2, 2, 2, 2 bytes; here of 4.5, 4.5, 9 bits.
+        purpose = "activations, gathered"
+        assert received(bf16, model, purpose) / received(nvfp4, model, purpose) > 2.6
+    # What is left are sums.
+    assert set(kinds) <= {"gradients", "activations, summed"}
+

@@ -28,7 +28,7 @@ _NO_WORK = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "b
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 # Without a GPU nothing can be tuned: products of XLA's own go to cuBLAS, not to a Triton kernel of any tiling.
-_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +172,7 @@ def audit(
             .trace(*arguments)
             .lower(lowering_platforms=("cuda",))
         )
-        compiled = lowered.compile(compiler_options=_OPTIONS | dump | (options or {}))
+        compiled = lowered.compile(compiler_options=OPTIONS | dump | (options or {}))
         seconds = time.perf_counter() - start
         launches, graphed = _thunks(pathlib.Path(folder))
     text = compiled.as_text()

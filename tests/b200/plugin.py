@@ -7,6 +7,7 @@ import fcntl
 import functools
 import importlib
 import importlib.util
+import math
 import os
 import pathlib
 import subprocess
@@ -150,10 +151,15 @@ def load_for_tests() -> None:
 
 
 @functools.cache
-def mesh(devices: int = 1) -> jax.sharding.Mesh:
-    """That many B200s of one host, which are not there, along an axis "x"."""
+def mesh(*sizes: int, names: tuple[str, ...] = ("x",)) -> jax.sharding.Mesh:
+    """A mesh of B200s that are not there, eight a host, along axes of these sizes."""
     load()
+    devices = math.prod(sizes)
+    hosts = max(devices // 8, 1)
     topology = topologies.get_topology_desc(
-        NAME, platform="cuda", topology=f"1x1x{devices}", target_config=TARGET_CONFIG
+        NAME,
+        platform="cuda",
+        topology=f"1x{hosts}x{devices // hosts}",
+        target_config=TARGET_CONFIG,
     )
-    return topologies.make_mesh(topology, (devices,), ("x",))
+    return topologies.make_mesh(topology, sizes, names)
