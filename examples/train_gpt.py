@@ -1,10 +1,11 @@
 """Trains a byte-level GPT twice, with NVFP4 linears and without, on Python's own standard library, and compares.
 
-    python examples/train_gpt.py [--size small] [--steps 250] [--recipe nvidia] [--seed 0] [--out runs/train_gpt]
+    python examples/train_gpt.py [--size small] [--steps 250] [--recipe nvidia] [--seed 0] [--mesh data=4,model=2]
 
 Both models start from the same weights and see the same bytes. Every linear layer of a block computes in NVFP4, forward and
 backward; embeddings, norms, output head and attention products stay in float32. A checkpoint is written now and then, and on
-Ctrl-C; the same command goes on from there, to the same bits as a run that was not interrupted.
+Ctrl-C; the same command goes on from there, to the same bits as a run that was not interrupted, and with another --mesh from the
+same bits. What a mesh needs is SPECS, `on_mesh` and the places of the arrays in `main`: the ops find their shards by themselves.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import io
 import json
+import math
 import os
 import pathlib
 import signal
@@ -28,6 +31,9 @@ import jax
 import jax.numpy as jnp
 import jax_nvfp4_ops as nvfp4
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 VOCABULARY = 256  # bytes
 Params = dict[str, Any]
@@ -76,6 +82,64 @@ def batch_at(data: np.ndarray, size: Size, seed: int, step: int) -> np.ndarray:
     """int32[batch, context + 1]: a batch that depends on seed and step only."""
     starts = np.random.default_rng((seed, step)).integers(0, data.size - size.context, size.batch)
     return np.stack([data[s : s + size.context + 1] for s in starts]).astype(np.int32)
+
+
+# ---- devices
+
+# FSDP over "data", tensor parallel over "model": by columns what begins a branch of a block, by rows what ends it.
+SPECS = {
+    "embedding": P(None, "data"),
+    "qkv": P("data", "model"),
+    "out": P("model", "data"),
+    "up": P("data", "model"),
+    "down": P("model", "data"),
+    "head": P("data", "model"),
+}  # norms are whole everywhere
+
+
+def make_mesh(axes: dict[str, int], size: Size) -> Mesh:
+    """The devices of all processes, or as many as the mesh has."""
+    for name, what, whole in (
+        ("data", "batch", size.batch),
+        ("data", "width", size.width),
+        ("model", "number of heads", size.heads),
+        ("model", "vocabulary", VOCABULARY),
+    ):
+        if whole % axes[name]:
+            sys.exit(f"train_gpt: --mesh {name} must divide the {what}, {whole}; got {axes[name]}.")
+    devices, processes, count = jax.devices(), jax.process_count(), math.prod(axes.values())
+    if count > len(devices) or (processes > 1 and count != len(devices)):
+        sys.exit(
+            f"train_gpt: --mesh must have {'up to' if processes == 1 else 'all of'} the {len(devices)} devices that there are; "
+            f"got {count}. CPUs: set JAX_NUM_CPU_DEVICES={math.ceil(count / processes)}."
+        )
+    kinds = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), kinds, devices=devices[:count])
+
+
+def places(mesh: Mesh, tree: Any) -> Any:
+    """The sharding of each array of a tree of parameters."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: NamedSharding(mesh, SPECS.get(path[-1].key, P())), tree
+    )
+
+
+def put(tree: Any, shardings: Any) -> Any:
+    """Arrays that each process has whole, on the devices; `jax.device_put` would compare the processes' copies first."""
+    return jax.tree.map(
+        lambda x, s: jax.make_array_from_callback(x.shape, s, x.__getitem__), tree, shardings
+    )
+
+
+def on_mesh(x: jax.Array, *axes: str | None) -> jax.Array:
+    """x with its first axes sharded like this, and whole in the others."""
+    return jax.lax.with_sharding_constraint(x, P(*axes))
+
+
+def of_all_processes(*values: int) -> np.ndarray:
+    """u32[processes, values]: for decisions, which all have to take alike, or one waits for the others forever."""
+    values = np.array(values, np.uint32)
+    return multihost_utils.process_allgather(values).reshape(-1, len(values))
 
 
 # ---- model
@@ -140,7 +204,9 @@ def rotate(x: jax.Array) -> jax.Array:
 def attention(qkv: jax.Array, heads: int) -> jax.Array:
     """Causal attention in float32; qkv[B, T, 3 * width]."""
     b, t, _ = qkv.shape
-    q, k, v = (x.reshape(b, t, heads, -1) for x in jnp.split(qkv, 3, -1))
+    # A device has some of the heads; its columns of qkv are other ones.
+    parts = (x.reshape(b, t, heads, -1) for x in jnp.split(on_mesh(qkv, "data"), 3, -1))
+    q, k, v = (on_mesh(x, "data", None, "model") for x in parts)
     q, k = rotate(q), rotate(k)
     scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
     scores = jnp.where(np.tril(np.ones((t, t), bool)), scores, -jnp.inf)
@@ -156,16 +222,16 @@ def forward(
     probe: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Logits[B, T, 256]; and the input of the last block's first MLP layer, to whose result `probe` is added."""
-    x = params["embedding"][tokens]
+    x = on_mesh(params["embedding"][tokens], "data")
     for i, p in enumerate(params["layers"]):
         keys = jax.random.split(jax.random.fold_in(key, i), 4)
         h = attention(linear(rms_norm(x, p["norm1"]), p["qkv"], keys[0]), size.heads)
-        x = x + linear(h, p["out"], keys[1])
+        x = on_mesh(x + linear(h, p["out"], keys[1]), "data")
         watched = rms_norm(x, p["norm2"])
         h = linear(watched, p["up"], keys[2])
         if probe is not None and i == size.layers - 1:
             h = h + probe
-        x = x + linear(jax.nn.gelu(h), p["down"], keys[3])
+        x = on_mesh(x + linear(jax.nn.gelu(h), p["down"], keys[3]), "data")
     return rms_norm(x, params["norm"]) @ params["head"], watched
 
 
@@ -186,8 +252,8 @@ def learning_rate(step: jax.Array, steps: int) -> jax.Array:
     return 2e-3 * jnp.where(step < warmup, (step + 1) / warmup, 0.1 + 0.9 * cosine)
 
 
-def make_step(linear: Linear, size: Size, steps: int, seed: int) -> Callable:
-    """One step of AdamW; state is (params, first moments, second moments)."""
+def make_step(linear: Linear, size: Size, steps: int, seed: int, place: tuple) -> Callable:
+    """One step of AdamW; state is (params, first moments, second moments), and `place` its shardings."""
 
     def train_step(state: tuple, batch: jax.Array, step: jax.Array) -> tuple:
         params, m, v = state
@@ -207,7 +273,7 @@ def make_step(linear: Linear, size: Size, steps: int, seed: int) -> Callable:
 
         return (jax.tree.map(update, params, m, v), m, v), loss
 
-    return jax.jit(train_step, donate_argnums=0)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(place, None))
 
 
 def make_underflow(recipe: nvfp4.Recipe, linear: Linear, size: Size, seed: int) -> Callable:
@@ -239,7 +305,9 @@ def make_underflow(recipe: nvfp4.Recipe, linear: Linear, size: Size, seed: int) 
 
 
 def write_atomically(path: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
-    """The file is whole, old or new, whatever happens."""
+    """The file is whole, old or new, whatever happens. Of several processes the first one writes."""
+    if jax.process_index():
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
     try:
         write(temporary)
@@ -260,7 +328,7 @@ class Run:
 
     def save(self, path: pathlib.Path) -> None:
         leaves = {
-            f"{name}/{i}": np.asarray(x)
+            f"{name}/{i}": multihost_utils.process_allgather(x, tiled=True)
             for name, s in self.states.items()
             for i, x in enumerate(jax.tree.leaves(s))
         }
@@ -292,11 +360,9 @@ class Run:
             )
         self.step, self.history, self.seconds = meta["step"], meta["history"], meta["seconds"]
         for name, state in self.states.items():
-            structure = jax.tree.structure(state)
-            count = structure.num_leaves
-            self.states[name] = jax.tree.unflatten(
-                structure, [jnp.asarray(leaves[f"{name}/{i}"]) for i in range(count)]
-            )
+            shardings, structure = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, state))
+            arrays = [leaves[f"{name}/{i}"] for i in range(structure.num_leaves)]
+            self.states[name] = jax.tree.unflatten(structure, put(arrays, shardings))
 
 
 def smooth(values: list[float], width: int) -> np.ndarray:
@@ -372,7 +438,9 @@ def sample(params: Params, linear: Linear, size: Size, seed: int, prompt: bytes,
     """`count` bytes that the model writes after the prompt, at temperature 0.7."""
 
     @jax.jit
-    def next_byte(window: jax.Array, length: jax.Array, key: jax.Array) -> jax.Array:
+    def next_byte(
+        params: Params, window: jax.Array, length: jax.Array, key: jax.Array
+    ) -> jax.Array:
         logits, _ = forward(params, window[None], key, linear, size)
         return jax.random.categorical(key, logits[0, length - 1] / 0.7)
 
@@ -381,7 +449,8 @@ def sample(params: Params, linear: Linear, size: Size, seed: int, prompt: bytes,
         tail = text[-size.context :]
         window = np.zeros(size.context, np.int32)
         window[: len(tail)] = tail
-        text.append(int(next_byte(window, len(tail), jax.random.fold_in(jax.random.key(seed), i))))
+        key = jax.random.fold_in(jax.random.key(seed), i)
+        text.append(int(next_byte(params, window, len(tail), key)))
     return bytes(text).decode("utf-8", "replace")
 
 
@@ -419,6 +488,16 @@ def table(
     return "\n".join(lines)
 
 
+def parse_mesh(text: str) -> dict[str, int]:
+    axes = {"data": 1, "model": 1}
+    for part in text.split(","):
+        name, _, count = part.partition("=")
+        if name not in axes or not count.isdecimal() or int(count) < 1:
+            raise argparse.ArgumentTypeError(f"must be like data=4,model=2; got {text!r}")
+        axes[name] = int(count)
+    return axes
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--size", choices=SIZES, default="small")
@@ -441,16 +520,37 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--restart", action="store_true", help="start anew even if --out has a checkpoint"
     )
+    parser.add_argument(
+        "--mesh",
+        type=parse_mesh,
+        default="data=1,model=1",
+        help="devices by axes: data=4,model=2 (default: one device)",
+    )
+    parser.add_argument("--coordinator", help="host:port of process 0, where there are several")
+    parser.add_argument("--processes", type=int, default=1, help="how many there are")
+    parser.add_argument("--process", type=int, default=0, help="which of them this is, from 0")
     args = parser.parse_args(arguments)
-    for name, least in (("steps", 1), ("batch", 1), ("seed", 0)):
+    for name, least in (("steps", 1), ("batch", 1), ("seed", 0), ("processes", 1), ("process", 0)):
         value = getattr(args, name)
         if value is not None and value < least:
             parser.error(f"argument --{name}: must be at least {least}; got {value}")
+    if args.process >= args.processes:
+        parser.error(
+            f"argument --process: must be less than --processes {args.processes}; got {args.process}"
+        )
+    if args.processes > 1 and args.coordinator is None:
+        parser.error(
+            "argument --coordinator: must be given with --processes; got none. Pass host:port of process 0"
+        )
     return args
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
+    if args.coordinator is not None:
+        jax.distributed.initialize(args.coordinator, args.processes, args.process)
+        if args.process:
+            sys.stdout = io.StringIO()  # the first process speaks for all
     size = SIZES[args.size]
     if args.batch is not None:
         size = dataclasses.replace(size, batch=args.batch)
@@ -471,16 +571,18 @@ def main(arguments: list[str] | None = None) -> int:
         "corpus": zlib.crc32(train),  # another Python has another library
     }  # fmt: skip
 
-    params = init_params(size, jax.random.key(args.seed))
-    linears = {name: linear_layers(name) for name in names}
+    mesh = make_mesh(args.mesh, size)
+    params = jax.device_get(init_params(size, jax.random.key(args.seed)))  # each process has all
+    place = (places(mesh, params),) * 3
 
     def fresh_state() -> tuple:
-        return (
-            jax.tree.map(jnp.array, params),
-            jax.tree.map(jnp.zeros_like, params),
-            jax.tree.map(jnp.zeros_like, params),
-        )
+        zeros = jax.tree.map(np.zeros_like, params)
+        return put((params, zeros, zeros), place)
 
+    def place_batch(batch: np.ndarray) -> jax.Array:
+        return put(batch, NamedSharding(mesh, P("data")))
+
+    linears = {name: linear_layers(name) for name in names}
     history: dict[str, list] = {
         **{name: [] for name in names},
         "underflow_steps": [],
@@ -491,13 +593,20 @@ def main(arguments: list[str] | None = None) -> int:
     if checkpoint.exists() and not args.restart:
         run.load(checkpoint)
         print(f"goes on with {checkpoint} at step {run.step}")
+    started = of_all_processes(run.step, zlib.crc32(json.dumps(settings).encode()))
+    if (started != started[0]).any():
+        sys.exit(
+            f"train_gpt: all processes must have the same options, Python and files in --out; got steps "
+            f"{started[:, 0].tolist()} and settings {started[:, 1].tolist()}."
+        )
     print(
         f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.2f}M parameters "
         f"on {train.size / 1e6:.1f} MB of the standard library: "
         f"{args.baseline} against NVFP4, recipe {args.recipe}"
+        + (f", on {mesh.size} devices" if mesh.size > 1 else "")
     )
 
-    steps = {name: make_step(linears[name], size, args.steps, args.seed) for name in names}
+    steps = {name: make_step(linears[name], size, args.steps, args.seed, place) for name in names}
     recipe = nvfp4.recipes.PRESETS[args.recipe]
     underflow = make_underflow(recipe, linears[args.recipe], size, args.seed)
     stop: list[int] = []
@@ -512,28 +621,33 @@ def main(arguments: list[str] | None = None) -> int:
     saved = time.perf_counter()
     stats_every = max(1, args.steps // 25)
     try:
-        while run.step < args.steps and not stop:
-            batch = batch_at(train, size, args.seed, run.step)
-            if run.step % stats_every == 0:
-                run.history["underflow"].append(
-                    underflow(run.states[args.recipe][0], batch, run.step).tolist()
-                )
-                run.history["underflow_steps"].append(run.step)
-            for name in names:
-                start = time.perf_counter()
-                run.states[name], loss = steps[name](run.states[name], batch, run.step)
-                run.history[name].append(float(loss))
-                run.seconds[name].append(time.perf_counter() - start)
-            run.step += 1
-            losses = [run.history[name][-1] for name in names]
-            progress.show(run.step, f"{names[0]} {losses[0]:.3f}  {names[1]} {losses[1]:.3f}")
-            if not np.isfinite(losses).all():
-                sys.exit(
-                    f"\ntrain_gpt: the loss is no longer finite at step {run.step}: {dict(zip(names, losses, strict=True))}."
-                )
-            if time.perf_counter() - saved > 30:
-                run.save(checkpoint)
-                saved = time.perf_counter()
+        with jax.set_mesh(mesh):
+            while run.step < args.steps:
+                late = time.perf_counter() - saved > 30
+                stopped, late = of_all_processes(bool(stop), late).any(0)
+                if stopped:
+                    break
+                if late:
+                    run.save(checkpoint)
+                    saved = time.perf_counter()
+                batch = place_batch(batch_at(train, size, args.seed, run.step))
+                if run.step % stats_every == 0:
+                    shares = underflow(run.states[args.recipe][0], batch, run.step)
+                    run.history["underflow"].append(np.asarray(shares).tolist())
+                    run.history["underflow_steps"].append(run.step)
+                for name in names:
+                    start = time.perf_counter()
+                    run.states[name], loss = steps[name](run.states[name], batch, run.step)
+                    run.history[name].append(float(loss))
+                    run.seconds[name].append(time.perf_counter() - start)
+                run.step += 1
+                losses = [run.history[name][-1] for name in names]
+                progress.show(run.step, f"{names[0]} {losses[0]:.3f}  {names[1]} {losses[1]:.3f}")
+                if not np.isfinite(losses).all():
+                    sys.exit(
+                        f"\ntrain_gpt: the loss is no longer finite at step {run.step}: "
+                        f"{dict(zip(names, losses, strict=True))}."
+                    )
     finally:
         signal.signal(signal.SIGINT, before)
         progress.end()
@@ -549,15 +663,20 @@ def main(arguments: list[str] | None = None) -> int:
         name: jax.jit(lambda p, b, f=linears[name]: loss_of(p, b, jax.random.key(0), f, size)[0])
         for name in names
     }
-    batches = [batch_at(held_out, size, 1 << 32, i) for i in range(16)]
-    validation = {
-        name: float(np.mean([evaluate[name](run.states[name][0], b) for b in batches]))
-        for name in names
-    }
+    batches = [place_batch(batch_at(held_out, size, 1 << 32, i)) for i in range(16)]
+    with jax.set_mesh(mesh):
+        validation = {
+            name: float(np.mean([evaluate[name](run.states[name][0], b) for b in batches]))
+            for name in names
+        }
     text = table(run, names, size, validation)
     write_atomically(args.out / "table.txt", lambda p: p.write_text(text + "\n"))
     print(f"\n{text}\n\nplot: {args.out / 'loss.png'}\n\nThe NVFP4 model writes:\n")
-    print(sample(run.states[args.recipe][0], linears[args.recipe], size, args.seed, b"def ", 300))
+    # One sequence is no batch for a mesh: on one device.
+    params = multihost_utils.process_allgather(run.states[args.recipe][0], tiled=True)
+    one = jax.make_mesh((1, 1), mesh.axis_names, mesh.axis_types, devices=jax.local_devices()[:1])
+    with jax.set_mesh(one):
+        print(sample(params, linears[args.recipe], size, args.seed, b"def ", 300))
     return 0
 
 
