@@ -593,11 +593,12 @@ def main(arguments: list[str] | None = None) -> int:
     if checkpoint.exists() and not args.restart:
         run.load(checkpoint)
         print(f"goes on with {checkpoint} at step {run.step}")
-    started = of_all_processes(run.step, zlib.crc32(json.dumps(settings).encode()))
+    options = zlib.crc32(json.dumps([settings, args.mesh]).encode())
+    started = of_all_processes(run.step, options)
     if (started != started[0]).any():
         sys.exit(
             f"train_gpt: all processes must have the same options, Python and files in --out; got steps "
-            f"{started[:, 0].tolist()} and settings {started[:, 1].tolist()}."
+            f"{started[:, 0].tolist()} and checksums of options {started[:, 1].tolist()}."
         )
     print(
         f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.2f}M parameters "

@@ -14,6 +14,7 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import jax_nvfp4_ops as nvfp4
 import numpy as np
 import pytest
@@ -352,3 +353,151 @@ def test_orbax_goes_on_with_any_mesh(load, step_on, place, mesh_of, orbax_checkp
     # On another mesh float32 sums have another order. Where one ends beside the boundary of two codes, a code of one token
     # flips: of half a million a few, each of which moves the loss of one of 512 tokens by some hundredths.
     assert loss == loss_of_8 if name == "8" else loss == pytest.approx(loss_of_8, rel=2.0**-14)
+
+
+# ---- Weights that are quantized once
+
+
+MICROBATCHES, TOKENS, WIDTH = 3, 512, 512
+
+
+@pytest.fixture(scope="module")
+def layer():
+    """A weight, and x and the gradient g of the result by microbatch."""
+    shapes = [(WIDTH, WIDTH), (MICROBATCHES, TOKENS, WIDTH), (MICROBATCHES, TOKENS, WIDTH)]
+    return [normal(shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+SPECS = (P("data", "model"), P(None, "data"), P(None, "data", "model"))
+
+
+def assert_close(got, expected):
+    """Parts of sums of 512 products in float32 may be added in another order, and those of few microbatches."""
+    got, expected = (np.asarray(x, np.float64) for x in (got, expected))
+    assert np.abs(got - expected).max() <= 512 * 2.0**-24 * np.abs(expected).max()
+
+
+def on(mesh, arrays, specs=SPECS):
+    return [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+
+
+def plain(x, w, qw, key):
+    """With the array itself: the compiler quantizes it before the loop."""
+    return nvfp4.matmul(x, w, key=key)
+
+
+@jax.custom_vjp
+def by_hand(x, w, qw, key):
+    """With a QuantizedWeight, which has no gradient, and w's gradient made of the ops themselves. NVIDIA's recipe."""
+    return nvfp4.matmul(nvfp4.quantize(x), qw.fprop)
+
+
+def by_hand_forward(x, w, qw, key):
+    rows, columns = nvfp4.quantize(x, axis=(-1, -2), hadamard=(False, True))
+    return nvfp4.matmul(rows, qw.fprop), (columns, qw.dgrad, key)
+
+
+def by_hand_backward(kept, g):
+    x, w, key = kept
+    rows, columns = nvfp4.quantize(g, axis=(-1, -2), rounding="sr", hadamard=(False, True), key=key)
+    return nvfp4.matmul(rows, w), nvfp4.matmul(x, columns), None, None
+
+
+by_hand.defvjp(by_hand_forward, by_hand_backward)
+
+
+def accumulate(linear, w, xs, gs):
+    """dw summed over microbatches; y and dx of each."""
+    qw = nvfp4.quantize_weight(w)
+
+    def microbatch(dw, batch):
+        x, g, key = batch
+        y, pull = jax.vjp(lambda x, w: linear(x, w, qw, key), x, w)
+        dx, part = pull(g)
+        return dw + part, (y, dx)
+
+    keys = jax.random.split(jax.random.key(5), MICROBATCHES)
+    return jax.lax.scan(microbatch, jnp.zeros_like(w), (xs, gs, keys))
+
+
+def calls(compiled, op: str) -> tuple[int, int]:
+    """How often a program calls an op outside of its loops, and in them."""
+    computations = compiled.as_text().split("\n\n")
+    count = {True: 0, False: 0}
+    for text in computations:
+        count[text.startswith("ENTRY")] += text.count(f'custom_call_target="nvfp4_{op}_v1"')
+    return count[True], count[False]
+
+
+def apart(layer):
+    """What accumulate shall return: each microbatch by itself."""
+    w, xs, gs = layer
+    keys = jax.random.split(jax.random.key(5), MICROBATCHES)
+    total, ys = np.zeros_like(w), []
+    for x, g, key in zip(xs, gs, keys, strict=True):
+        y, pull = jax.vjp(lambda x, w, key=key: nvfp4.matmul(x, w, key=key), x, w)
+        dx, dw = jax.device_get(pull(g))
+        total += dw
+        ys.append((y, dx))
+    return total, tuple(np.stack(y) for y in zip(*ys, strict=True))
+
+
+@pytest.mark.parametrize("linear", [plain, by_hand])
+def test_microbatches_share_the_quantized_weight(layer, linear):
+    program = jax.jit(functools.partial(accumulate, linear)).lower(*layer).compile()
+    # In the loop: x and g, each along both axes.
+    assert calls(program, "quantize") == (1, 2)
+    assert calls(program, "matmul") == (0, 3)
+    assert_same_tree(program(*layer), apart(layer))
+
+
+@pytest.mark.parametrize("linear", [plain, by_hand])
+@pytest.mark.parametrize("name", ["8", "8 other"])
+def test_microbatches_on_a_mesh_share_it_too(layer, mesh_of, linear, name):
+    placed = on(mesh_of(name), layer)
+    program = jax.jit(functools.partial(accumulate, linear)).lower(*placed).compile()
+    assert calls(program, "quantize") == (1, 2)
+    jax.tree.map(assert_close, program(*placed), apart(layer))
+
+
+def test_a_quantized_weight_alone_has_a_gradient_for_x_only(layer):
+    w, xs, gs = layer
+    key = jax.random.key(5)
+
+    def pull(x, qw, g):
+        return jax.vjp(lambda x, qw: nvfp4.matmul(x, qw, key=key), x, qw)[1](g)
+
+    dx, dqw = jax.jit(pull)(xs[0], nvfp4.quantize_weight(w), gs[0])
+    assert_same_bits(dx, jax.vjp(lambda x: nvfp4.matmul(x, w, key=key), xs[0])[1](gs[0])[0])
+    # Codes are integers, without a derivative; that of the scales is zero by definition.
+    assert dqw.fprop.packed.dtype == jax.dtypes.float0
+    assert dqw.fprop.global_scale == 0
+
+
+def test_orbax_moves_a_quantized_weight_to_another_mesh(layer, mesh_of, tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    w, xs, _ = layer
+    quantize = jax.jit(nvfp4.quantize_weight)
+    of_8, of_other = (quantize(on(mesh_of(n), [w], SPECS[:1])[0]) for n in ("8", "8 other"))
+    shardings = jax.tree.map(lambda x: x.sharding, of_other)
+    assert not of_8.fprop.packed.sharding.is_equivalent_to(shardings.fprop.packed, 2)
+    tree = {"layer": of_8, "x": nvfp4.quantize(on(mesh_of("8"), [xs[0]], [P("data")])[0])}
+    rows = NamedSharding(mesh_of("8 other"), P("model"))
+    whole = NamedSharding(mesh_of("8 other"), P())
+    target = {
+        "layer": targets(of_8, shardings),
+        "x": jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=rows if x.ndim == 2 else whole
+            ),
+            tree["x"],
+        ),
+    }
+    with checkpoint.StandardCheckpointer() as orbax:
+        orbax.save(tmp_path / "tree", tree)
+        orbax.wait_until_finished()
+        back = orbax.restore(tmp_path / "tree", target)
+    assert_placed(back, jax.tree.map(lambda x: x.sharding, target))
+    assert_same_tree(back, tree)
+    assert_same_tree(back["layer"], nvfp4.quantize_weight(w))
+    assert_close(jax.jit(nvfp4.matmul)(xs[0], back["layer"]), nvfp4.matmul(xs[0], w))
