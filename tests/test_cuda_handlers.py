@@ -105,6 +105,21 @@ def test_a_part_of_a_tensor_has_random_bits_of_its_place(libraries, shape, spec)
     assert_same_tree(run(f, jax.device_put(x, NamedSharding(mesh, spec)), key), expected)
 
 
+def test_parts_of_several_sequences_have_random_bits_of_their_places(libraries):
+    """Rows of one matrix that lie in several parts of the tensor: wgrad's g and x, of tokens [batch, sequence]."""
+    mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
+
+    def f(x, w, g, key):
+        _, pull = jax.vjp(lambda x, w: nvfp4.matmul(x, w, key=key), x, w)
+        return pull(g)
+
+    shapes = [(8, 256, 64), (64, 48), (8, 256, 48)]
+    x, w, g = (jnp.asarray(normal(s, DTYPES["bf16"], i)) for i, s in enumerate(shapes))
+    x, g = (jax.device_put(v, NamedSharding(mesh, P("d", "m"))) for v in (x, g))
+    key = jax.random.key(7)
+    assert_same_tree(run(f, x, w, g, key), jax.jit(f)(x, w, g, key))
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_a_call_is_one_kernel_and_at_most_one_memset(libraries, op):
     x = jnp.asarray(wide((130, 200), DTYPES["bf16"]))

@@ -148,7 +148,7 @@ Output = struct(
 )
 QuantizeArgs = struct(
     "QuantizeArgs",
-    "x:p type:B examples:q batch:q rows:q k:q amax_stride:q key:p origin:p signs:I along_rows:Output"
+    "x:p type:B examples:q batch:q rows:q k:q amax_stride:q key:p origin:p segment:q signs:I along_rows:Output"
     " along_columns:Output",
     Output=Output,
 )

@@ -285,6 +285,38 @@ def test_a_layer_where_shardings_are_types(explicit, specs):
     assert ("f32", "all-gather") not in sent
 
 
+TOKENS = {
+    "batch": (P("d"), P(), P("d")),
+    "sequence": (P(None, "d"), P(), P(None, "d")),
+    "batch and sequence": (P("d", "m"), P(), P("d", "m")),
+    "batch and sequence, fsdp": (P("d", "m"), P(None, "d"), P("d", "m")),
+    "sequence to tensor": (P("d", "m"), P(None, "m"), P("d", None, "m")),
+    "tensor to sequence": (P("d", None, "m"), P("m"), P("d", "m")),
+}
+
+
+@pytest.mark.parametrize("specs", TOKENS.values(), ids=TOKENS)
+@pytest.mark.parametrize("recipe", nvfp4.recipes.PRESETS.values(), ids=str)
+def test_a_layer_of_batch_and_sequence(mesh, specs, recipe):
+    """x[B, T, K]: B and T may be divided, and are rows of one matrix all the same."""
+    shapes = [(8, 512, 256), (256, 1024), (8, 512, 1024)]
+    x, w, g = (normal(s, seed=i) for i, s in enumerate(shapes))
+    key = KEY if recipe.needs_key else None
+
+    def f(x, w, g):
+        return layer(x, w, g, key, recipe)
+
+    flat = jax.jit(f)(x.reshape(-1, 256), w, g.reshape(-1, 1024))
+    flat = (flat[0].reshape(g.shape), flat[1].reshape(x.shape), flat[2])
+    assert_same_tree(jax.jit(f)(x, w, g), flat)
+    got, sent = run(f, *put(mesh, *zip((x, w, g), specs, strict=True)))
+    assert_close(got, flat)
+    if recipe.backward == "nvfp4":
+        # Activations that are gathered travel as codes and scales too.
+        allowed = {AMAX, *U8, ("f32", "all-reduce"), ("f32", "reduce-scatter")}
+        assert set(sent) <= allowed
+
+
 def test_layers_in_a_scan_with_remat(mesh):
     """FSDP over the layers of a scan: codes are gathered, and are the residuals."""
     x, w = normal((1024, 256), DTYPES["bf16"]), normal((4, 256, 256), DTYPES["bf16"], 1, 0.1)

@@ -18,9 +18,12 @@ enum OutputFlags : int64_t {
   kAmaxIndex = 32
 };
 
+// The attribute `origin`: 0, this, or the rows of a segment.
+constexpr int64_t kOriginOfMatrices = 1;
+
 ffi::ErrorOr<QuantizeArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::RemainingArgs operands,
                                  ffi::RemainingRets results, int64_t rows, int64_t columns,
-                                 int64_t signs, bool origin) {
+                                 int64_t signs, int64_t origin) {
   const auto shape = x.dimensions();
   const auto m =
       MatricesOf("nvfp4_quantize", x, static_cast<int64_t>(amax.dimensions().size()) - 1);
@@ -51,7 +54,15 @@ ffi::ErrorOr<QuantizeArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::Rem
   }
   if ((rows | columns) & kStochastic)
     args.key = reader.Operand<uint32_t>(ffi::U32, 2 * args.examples);
-  if (origin) args.origin = reader.Operand<uint32_t>(ffi::U32, kOriginWords + args.batch);
+  if (origin != 0) {
+    if (origin != kOriginOfMatrices) args.segment = origin;
+    if (args.segment < 0 || args.segment % kTileRows != 0 ||
+        (args.segment != 0 && (args.rows % args.segment != 0 || args.batch != 1)))
+      return Invalid("nvfp4_quantize: segments of " + std::to_string(args.segment) +
+                     " rows do not fit x of shape " + ToString(shape));
+    const int64_t numbers = args.segment != 0 ? args.rows / args.segment : args.batch;
+    args.origin = reader.Operand<uint32_t>(ffi::U32, kOriginWords + numbers);
+  }
   for (int i = 0; i < 2; ++i)
     if (flags[i] & kPartner) outputs[i]->partner = reader.Operand<float>(ffi::F32, args.examples);
   for (int i = 0; i < 2; ++i) {
@@ -73,7 +84,7 @@ ffi::ErrorOr<QuantizeArgs> Check(ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::Rem
 
 ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer amax,
                ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t rows,
-               int64_t columns, int64_t signs, bool origin) {
+               int64_t columns, int64_t signs, int64_t origin) {
   const auto args = Check(x, amax, operands, results, rows, columns, signs, origin);
   if (args.has_error()) return args.error();
   QuantizeOnCpu(*args, XlaParallel(pool));
@@ -83,7 +94,7 @@ ffi::Error Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer amax,
 #if defined(NVFP4_CUDA)
 ffi::Error Cuda(CudaStream stream, ffi::AnyBuffer x, ffi::AnyBuffer amax,
                 ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t rows,
-                int64_t columns, int64_t signs, bool origin) {
+                int64_t columns, int64_t signs, int64_t origin) {
   const auto args = Check(x, amax, operands, results, rows, columns, signs, origin);
   if (args.has_error()) return args.error();
   return ErrorOf("nvfp4_quantize", x, QuantizeOnCuda(*args, stream));
@@ -95,13 +106,13 @@ auto Signature(Binding binding) {
   return std::move(binding)
       .template Arg<ffi::AnyBuffer>()  // x [*examples, *batch, rows, k]
       .template Arg<ffi::AnyBuffer>()  // amax f32[*examples, values]
-      .RemainingArgs()  // key u32[*examples, 2], origin u32[4 + batch], partner of rows, partner of
-                        // columns: those wanted
+      .RemainingArgs()  // key u32[*examples, 2], origin u32[4 + numbers], partner of rows, partner
+                        // of columns: those wanted
       .RemainingRets()  // codes, scales, global scale of rows, then of columns: those wanted
       .template Attr<int64_t>("rows")
       .template Attr<int64_t>("columns")
       .template Attr<int64_t>("signs")
-      .template Attr<bool>("origin");
+      .template Attr<int64_t>("origin");
 }
 
 }  // namespace

@@ -27,7 +27,9 @@ struct QuantizeOutput {
 struct QuantizeOrigin {
   uint32_t row, column;    // of the whole matrices, where those of x begin; multiples of 16
   uint32_t rows, columns;  // of the whole matrices
-  // Behind it: for each matrix of x in an example, its number among the example's matrices.
+  // Behind it: for each matrix of x in an example, its number among the example's matrices. Or, if
+  // x is one matrix that was put together of several, one below the other (`segment` rows of each):
+  // for each of these its number.
 };
 
 constexpr int64_t kOriginWords = sizeof(QuantizeOrigin) / sizeof(uint32_t);
@@ -38,10 +40,11 @@ struct QuantizeArgs {
   int64_t examples, batch, rows, k;
   int64_t amax_stride = 1;
   const uint32_t* key;               // [examples, 2], or null without SR
-  const uint32_t* origin = nullptr;  // [4 + batch]: a QuantizeOrigin; null: x is all of the tensor
-  uint32_t signs;                    // of the Hadamard transform
-  QuantizeOutput along_rows;         // matrices [rows, k]
-  QuantizeOutput along_columns;      // matrices [k, rows]
+  const uint32_t* origin = nullptr;  // a QuantizeOrigin; null: x is all of the tensor
+  int64_t segment = 0;  // of origin: rows, a multiple of 128; 0: a matrix of x is one of the tensor
+  uint32_t signs;       // of the Hadamard transform
+  QuantizeOutput along_rows;     // matrices [rows, k]
+  QuantizeOutput along_columns;  // matrices [k, rows]
 };
 
 void QuantizeOnCpu(const QuantizeArgs& args, const Parallel& parallel);

@@ -26,10 +26,10 @@ QuantizeSpec SpecOf(const QuantizeArgs& args, const QuantizeOutput& out, int64_t
   return spec;
 }
 
-// Where a matrix of x begins among the rows and the columns of an example's matrices, all in a row,
-// and in which block: what random bits are drawn for.
+// Where the matrix that a row of x belongs to begins among the rows and the columns of an example's
+// matrices, all in a row, and in which block: what random bits are drawn for.
 struct RandomOrigin {
-  RandomOrigin(const QuantizeArgs& args, int64_t matrix) {
+  RandomOrigin(const QuantizeArgs& args, int64_t matrix, int64_t of_row) {
     if (args.origin == nullptr) {
       row = matrix * args.rows;
       column = matrix * args.k;
@@ -37,11 +37,18 @@ struct RandomOrigin {
     }
     QuantizeOrigin origin;
     std::memcpy(&origin, args.origin, sizeof origin);
-    const int64_t number = args.origin[kOriginWords + matrix];
-    row = number * origin.rows + origin.row;
-    column = number * origin.columns + origin.column;
+    const uint32_t* const numbers = args.origin + kOriginWords;
+    column = origin.column;
     block_of_row = origin.column / kBlock;
-    block_of_column = origin.row / kBlock;
+    if (args.segment != 0) {
+      const int64_t segment = of_row / args.segment;
+      row = int64_t{numbers[segment]} * origin.rows + origin.row - segment * args.segment;
+      block_of_column = row / kBlock;
+    } else {
+      row = int64_t{numbers[matrix]} * origin.rows + origin.row;
+      column += int64_t{numbers[matrix]} * origin.columns;
+      block_of_column = origin.row / kBlock;
+    }
   }
   int64_t row, column, block_of_row = 0, block_of_column = 0;
 };
@@ -54,7 +61,7 @@ class Task {
       : args_(args),
         kernels_(CurrentQuantizeKernels()),
         matrix_(matrix),
-        random_(args, matrix % args.batch),
+        random_(args, matrix % args.batch, row0),
         x_(static_cast<const uint8_t*>(args.x) + matrix * args.rows * args.k * SizeOf(args.type)),
         row0_(row0),
         rows_(std::min(kTaskRows, args.rows - row0)),

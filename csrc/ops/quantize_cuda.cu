@@ -225,11 +225,21 @@ class Quantizer {
       return;
     }
     const auto& origin = *reinterpret_cast<const QuantizeOrigin*>(args_.origin);
-    const uint32_t number = args_.origin[kOriginWords + matrix_of_example];
-    random_row_ += static_cast<int64_t>(number) * origin.rows + origin.row;
-    random_column_ += static_cast<int64_t>(number) * origin.columns + origin.column;
+    const uint32_t* const numbers = args_.origin + kOriginWords;
+    random_column_ += origin.column;
     row_block_shift_ = origin.column / kBlock;
-    column_block_shift_ = origin.row / kBlock;
+    if (args_.segment != 0) {
+      const int64_t segment = row_ / args_.segment;
+      const int64_t first = static_cast<int64_t>(numbers[segment]) * origin.rows + origin.row -
+                            segment * args_.segment;
+      random_row_ += first;
+      column_block_shift_ = static_cast<uint32_t>(first / kBlock);
+    } else {
+      const uint32_t number = numbers[matrix_of_example];
+      random_row_ += static_cast<int64_t>(number) * origin.rows + origin.row;
+      random_column_ += static_cast<int64_t>(number) * origin.columns;
+      column_block_shift_ = origin.row / kBlock;
+    }
   }
 
   NVFP4_DEVICE void Advance() {

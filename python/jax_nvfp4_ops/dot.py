@@ -17,6 +17,7 @@ from jax_nvfp4_ops import _sharding
 from jax_nvfp4_ops.amax import _FLOATS
 from jax_nvfp4_ops.array import NVFP4Array
 from jax_nvfp4_ops.format import Format
+from jax_nvfp4_ops.layout import TILE_ROWS
 from jax_nvfp4_ops.matmul import check_out_dtype, matmul_quantized
 from jax_nvfp4_ops.quantize import key_words, quantize_along
 from jax_nvfp4_ops.recipes import NVIDIA, Recipe
@@ -56,7 +57,7 @@ class QuantizedWeight:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """How an operand of any rank is seen as matrices [*batch, rows, columns].
+    """How an operand of any rank is seen as matrices [*batch, rows, columns], or [*rows, columns].
 
     Attributes:
       permutation: Of the operand's axes, to batch, then free and contracting ones.
@@ -80,7 +81,10 @@ class _Layout:
 
 
 def _layout(
-    shape: tuple[int, ...], contracting: tuple[int, ...], batch: tuple[int, ...]
+    shape: tuple[int, ...],
+    contracting: tuple[int, ...],
+    batch: tuple[int, ...],
+    rows_apart: bool = False,
 ) -> _Layout:
     free = tuple(a for a in range(len(shape)) if a not in contracting and a not in batch)
     # Contracting axes go first if that moves nothing: quantize reads a matrix along both axes alike.
@@ -88,6 +92,9 @@ def _layout(
     last = (*batch, *free, *contracting) == tuple(range(len(shape)))
     groups = (free, contracting) if last or not first else (contracting, free)
     sizes = tuple(math.prod(shape[a] for a in group) for group in groups)
+    if rows_apart and last and not batch and len(free) > 1 and shape[free[-1]] % TILE_ROWS == 0:
+        # Whole tiles: a mesh may divide each axis of the rows, which merged in memory it could not.
+        sizes = (*(shape[a] for a in free), sizes[1])
     return _Layout(
         (*batch, *groups[0], *groups[1]), (*(shape[a] for a in batch), *sizes), last or not first
     )
@@ -103,6 +110,7 @@ class _Config:
     x_dtype: Any
     w_dtype: Any
     out_dtype: Any
+    merged: int  # so many axes before the last two of x are rows of the one matrix
     # Of the matrices, where shardings are part of types: their gradients have the same.
     x_sharding: Any
     w_sharding: Any
@@ -141,6 +149,7 @@ def _quantize_x(x: jax.Array, key: Any, c: _Config, backward: bool) -> tuple[Any
         free,
         key=_operand_key(key, 1, c.recipe.x_fprop, free),
         amax_axes=c.recipe.amax_axes,
+        merged=c.merged,
     )
 
 
@@ -223,6 +232,7 @@ def _backward_nvfp4(
         key=_operand_key(key, 0, recipe.g_dgrad, wgrad),
         partners={-1: w.global_scale, -2: x.global_scale} if with_dw else {-1: w.global_scale},
         amax_axes=recipe.amax_axes,
+        merged=c.merged,
     )
     product = functools.partial(matmul_quantized, partial_sums=recipe.partial_sums)
     dgrad = (g_rows, w) if c.x_last else (w, g_rows)
@@ -230,7 +240,9 @@ def _backward_nvfp4(
     if not with_dw:
         return dx, None
     operands = (g_columns, x) if c.w_last else (x, g_columns)
-    return dx, product(*operands, out_dtype=c.w_dtype, alphas=[g_columns.global_scale])
+    return dx, product(
+        *operands, merged=c.merged, out_dtype=c.w_dtype, alphas=[g_columns.global_scale]
+    )
 
 
 def _backward_bf16(
@@ -238,7 +250,8 @@ def _backward_bf16(
 ) -> tuple[jax.Array, jax.Array | None]:
     # x is [..., M, K] and w is [..., N, K] here, quantized along K.
     del key
-    g = g.astype(jnp.bfloat16)
+    shape, rows = g.shape, math.prod(g.shape[g.ndim - 2 - c.merged : -1])
+    g = g.astype(jnp.bfloat16).reshape(*shape[: g.ndim - 2 - c.merged], rows, shape[-1])
     batch = tuple(range(g.ndim - 2))
     m, n = g.ndim - 2, g.ndim - 1
 
@@ -254,9 +267,12 @@ def _backward_bf16(
 
     w16 = w.dequantize(jnp.bfloat16)
     dx = product(g, n, w16, m, c.x_dtype) if c.x_last else product(w16, m, g, n, c.x_dtype)
+    if c.merged:
+        dx = dx.reshape(*shape[:-1], dx.shape[-1])
     if not with_dw:
         return dx, None
     x16 = x.dequantize(jnp.bfloat16)
+    x16 = x16.reshape(*g.shape[:-1], x16.shape[-1]) if c.merged else x16
     return dx, product(g, m, x16, m, c.w_dtype) if c.w_last else product(x16, m, g, m, c.w_dtype)
 
 
@@ -449,7 +465,7 @@ def _dot_general(
             f"{op}: key must be given for recipe {recipe}, which rounds x or w stochastically; got None."
         )
 
-    x_at = _layout(x.shape, x_contracting, x_batch)
+    x_at = _layout(x.shape, x_contracting, x_batch, rows_apart=True)
     w_at = _layout(w.shape, w_contracting, w_batch)
     if isinstance(w, QuantizedWeight):
         if (w.contracting, w.batch) != (w_contracting, w_batch):
@@ -469,6 +485,7 @@ def _dot_general(
         x.dtype,
         w.dtype,
         out_dtype,
+        len(x_at.shape) - len(x_batch) - 2,
         jax.typeof(x_matrices).sharding,
         None if isinstance(w, QuantizedWeight) else jax.typeof(matrices).sharding,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ def matmul_quantized(
     accumulate: jax.Array | None = None,
     column_scale: jax.Array | None = None,
     partial_sums: Any = jnp.float32,
+    merged: int = 0,
 ) -> jax.Array:
     """`alpha a b^T (column_scale) (+ bias) (+ accumulate)`.
 
@@ -53,6 +55,7 @@ def matmul_quantized(
       accumulate: out_dtype[..., M, N]; if donated, the result takes its memory.
       column_scale: float[N], a factor of each column; the result is rounded once even so.
       partial_sums: float32 or bfloat16: where devices have parts of K, the type in which their sums are sent and added.
+      merged: a and b are [M, *S, R] and [N, *S, R] with so many axes S, which are contracted too, as `quantize_along` makes them.
 
     Returns:
       out_dtype[..., M, N]; the leading axes of a and b are broadcast.
@@ -62,8 +65,9 @@ def matmul_quantized(
             raise TypeError(
                 f"matmul: {name} must be an NVFP4Array; got {type(operand).__name__}. Use nvfp4.quantize."
             )
-    a.check("matmul")
-    b.check("matmul")
+    if not merged:
+        a.check("matmul")
+        b.check("matmul")
     if a.k != b.k:
         raise ValueError(
             f"matmul: a and b must have the same last axis, K; got {a.shape} and {b.shape}. Quantized operands are "
@@ -75,16 +79,17 @@ def matmul_quantized(
             f"got a.hadamard={a.hadamard}, b.hadamard={b.hadamard}."
         )
     dtype = check_out_dtype("matmul", out_dtype)
-    m, n = a.shape[-2], b.shape[-2]
+    m, n = a.shape[-2 - merged], b.shape[-2 - merged]
     try:
-        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        batch = np.broadcast_shapes(a.shape[: -2 - merged], b.shape[: -2 - merged])
     except ValueError:
         raise ValueError(
             f"matmul: the leading axes of a and b must broadcast; got {a.shape} and {b.shape}."
         ) from None
     operands = []
     for x in (a, b):
-        operands += [_with_axes(x.packed, len(batch) + 2), _with_axes(x.scales, len(batch) + 3)]
+        ndim = len(batch) + merged
+        operands += [_with_axes(x.packed, ndim + 2), _with_axes(x.scales, ndim + 3)]
     if alphas is None:
         # A global scale has axes for the first of its array's leading axes.
         alphas = [
@@ -123,6 +128,7 @@ def matmul_quantized(
             accumulate=False,
             out_dtype=jnp.dtype(jnp.float32),
             partial_sums=jnp.dtype(partial_sums),
+            merged=merged,
         )
         y = y * column_scale.astype(jnp.float32)
         for term in (bias, accumulate):
@@ -137,6 +143,7 @@ def matmul_quantized(
         accumulate=accumulate is not None,
         out_dtype=dtype,
         partial_sums=jnp.dtype(partial_sums),
+        merged=merged,
     )
     return y
 
@@ -150,9 +157,9 @@ def _with_axes(x: jax.Array, ndim: int) -> jax.Array:
 
 
 def _batch_shape(
-    operands: Sequence[Any], *, alphas: int, bias: bool, accumulate: bool
+    operands: Sequence[Any], *, alphas: int, bias: bool, accumulate: bool, merged: int
 ) -> tuple[int, ...]:
-    trailing = [2, 3, 2, 3] + [0] * alphas + [1] * bias + [2] * accumulate
+    trailing = [2 + merged, 3 + merged] * 2 + [0] * alphas + [1] * bias + [2] * accumulate
     leading = [x.shape[: x.ndim - t] for x, t in zip(operands, trailing, strict=True)]
     rank = len(leading[0])
     return np.broadcast_shapes(*(s + (1,) * (rank - len(s)) for s in leading))
@@ -165,10 +172,12 @@ def _abstract_eval(
     accumulate: bool,
     out_dtype: Any,
     partial_sums: Any = None,
+    merged: int = 0,
 ) -> list[ShapedArray]:
     del partial_sums
-    batch = _batch_shape(operands, alphas=alphas, bias=bias, accumulate=accumulate)
-    return [ShapedArray((*batch, operands[0].shape[-2], operands[2].shape[-2]), out_dtype)]
+    batch = _batch_shape(operands, alphas=alphas, bias=bias, accumulate=accumulate, merged=merged)
+    m, n = (x.shape[-2 - merged] for x in (operands[0], operands[2]))
+    return [ShapedArray((*batch, m, n), out_dtype)]
 
 
 def _call(
@@ -206,19 +215,28 @@ def _axes(
     accumulate: bool,
     out_dtype: Any,
     partial_sums: Any,
+    merged: int,
 ) -> Axes:
     del out_dtype, partial_sums
-    batch = _batch_shape(operands, alphas=alphas, bias=bias, accumulate=accumulate)
+    batch = _batch_shape(operands, alphas=alphas, bias=bias, accumulate=accumulate, merged=merged)
     a_codes, a_scales, b_codes, b_scales, *_ = operands
     leading = divider.leading(batch)
-    m = divider.axis("m", a_codes.shape[-2], layout.TILE_ROWS)
-    n = divider.axis("n", b_codes.shape[-2], layout.TILE_ROWS)
+    m = divider.axis("m", a_codes.shape[-2 - merged], layout.TILE_ROWS)
+    n = divider.axis("n", b_codes.shape[-2 - merged], layout.TILE_ROWS)
+    between = tuple(
+        divider.axis(f"k{i}", size, 1) for i, size in enumerate(a_codes.shape[-1 - merged : -1])
+    )
     k = divider.axis("k", a_codes.shape[-1], layout.TILE_COLUMNS // 2)
     trailing: list[tuple[Dim, ...]] = []
     for name, dim, scales in (("m", m, a_scales), ("n", n, b_scales)):
-        trailing.append((dim, k))
+        trailing.append((dim, *between, k))
         trailing.append(
-            (divider.tiles(name, scales.shape[-3]), divider.tiles("k", scales.shape[-2]), ("tile",))
+            (
+                divider.tiles(name, scales.shape[-3 - merged]),
+                *between,
+                divider.tiles("k", scales.shape[-2]),
+                ("tile",),
+            )
         )
     trailing += [()] * alphas + [(n,)] * bias + [(m, n)] * accumulate
     return Axes(
@@ -235,8 +253,13 @@ def _axes(
         ),
         results=((*leading, m, n),),
         sizes=divider.sizes,
-        reduced=("k",),
+        reduced=_contracted(merged),
     )
+
+
+def _contracted(merged: int) -> tuple[str, ...]:
+    """The factors of what is contracted."""
+    return (*(f"k{i}" for i in range(merged)), "k")
 
 
 def _local(
@@ -249,21 +272,51 @@ def _local(
     accumulate: bool,
     out_dtype: Any,
     partial_sums: Any,
+    merged: int,
 ) -> Sequence[jax.Array]:
-    if shards.count("k") == 1:
-        return list(
-            call(*operands, alphas=alphas, bias=bias, accumulate=accumulate, out_dtype=out_dtype)
+    if merged:
+        codes_and_scales = [
+            x.reshape(*x.shape[: x.ndim - t - merged], -1, *x.shape[x.ndim - t + 1 :])
+            for x, t in zip(operands[:4], (1, 2, 1, 2), strict=True)
+        ]
+        operands = [*codes_and_scales, *operands[4:]]
+    if not shards.axes(_contracted(merged)):
+        return _with_more_rows(
+            call, operands, alphas=alphas, bias=bias, accumulate=accumulate, out_dtype=out_dtype
         )
     # Each device has a part of K: bias and accumulate are added to the sum of the parts.
     factors, rest = operands[: 4 + alphas], list(operands[4 + alphas :])
-    (y,) = call(*factors, alphas=alphas, bias=False, accumulate=False, out_dtype=partial_sums)
-    y = jax.lax.psum(y, shards.axes(("k",))).astype(jnp.float32)
+    (y,) = _with_more_rows(
+        call, factors, alphas=alphas, bias=False, accumulate=False, out_dtype=partial_sums
+    )
+    y = jax.lax.psum(y, shards.axes(_contracted(merged))).astype(jnp.float32)
     if bias:
         b = rest.pop(0).astype(jnp.float32)
         y = y + b.reshape(b.shape[:-1] + (1,) * (y.ndim - b.ndim) + b.shape[-1:])
     if accumulate:
         y = y + rest.pop(0).astype(jnp.float32)
     return [y.astype(out_dtype)]
+
+
+def _with_more_rows(
+    call: Callable[..., Any], operands: Sequence[jax.Array], **params: Any
+) -> Sequence[jax.Array]:
+    """The call, with one product instead of a batch where only the rows of a differ: they lie one below the other."""
+    a_codes, a_scales, *rest = operands
+    batch, m = a_codes.shape[:-2], a_codes.shape[-2]
+    others = rest[: len(rest) - params["accumulate"]]
+    trailing = (2, 3, *(0,) * params["alphas"], *(1,) * params["bias"])
+    repeated = all(
+        math.prod(x.shape[: x.ndim - t]) == 1 for x, t in zip(others, trailing, strict=True)
+    )
+    if not repeated or m % layout.TILE_ROWS or math.prod(batch) <= 1:
+        return list(call(*operands, **params))
+    one = (1,) * len(batch)
+    a_codes = a_codes.reshape(*one, -1, a_codes.shape[-1])
+    a_scales = a_scales.reshape(*one, -1, *a_scales.shape[-2:])
+    accumulated = [x.reshape(*one, -1, x.shape[-1]) for x in rest[len(others) :]]
+    (y,) = call(a_codes, a_scales, *others, *accumulated, **params)
+    return [y.reshape(*batch, m, y.shape[-1])]
 
 
 def _with_one_alpha(
@@ -312,6 +365,7 @@ def _jvp(
                 accumulate=False,
                 out_dtype=dtype,
                 partial_sums=params["partial_sums"],
+                merged=params["merged"],
             )
             term = unit * dx.reshape(dx.shape + (1,) * (y.ndim - dx.ndim))
         elif params["bias"] and i == 4 + alphas:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -187,6 +188,7 @@ def quantize_along(
     which: Mapping[int, int] | None = None,
     partners: dict[int, jax.Array] | None = None,
     amax_axes: tuple[str, ...] = (),
+    merged: int = 0,
 ) -> tuple[Any, Any]:
     """Quantizes x[..., R, K] along its last axis, the one before it, or both, in one call of the primitive.
 
@@ -199,6 +201,8 @@ def quantize_along(
       which: By axis, which value of amax belongs to it.
       partners: f32[] by axis: a factor of that result's global scale.
       amax_axes: Manual axes over which a computed amax is taken.
+      merged: The second result is of one matrix of all rows, in so many axes before R too, without a reshape that would move
+        what is sharded: of x[*S, R, K] it is the transpose [K, *S, R], quantized along (*S, R). R is a multiple of 128.
 
     Returns:
       NVFP4Array[..., R, K] or None, NVFP4Array[..., K, R] or None.
@@ -231,6 +235,7 @@ def quantize_along(
             rows=outputs.get(-1),
             columns=outputs.get(-2),
             signs=HADAMARD_SIGNS,
+            merged=merged,
         )
     )
 
@@ -252,15 +257,28 @@ def quantize_along(
 
 
 def _shapes(
-    shape: tuple[int, ...], example_ndim: int, rows: Output | None, columns: Output | None
+    shape: tuple[int, ...],
+    example_ndim: int,
+    rows: Output | None,
+    columns: Output | None,
+    merged: int,
 ) -> list[Any]:
     *lead, r, k = shape
+    split = len(lead) - merged
     results = []
-    for output, out_rows, out_k in ((rows, r, k), (columns, k, r)):
+    for output, out_rows, out_k, between in (
+        (rows, r, k, ()),
+        (columns, k, r, tuple(lead[split:])),
+    ):
         if output is not None:
+            front = lead[: len(lead) - len(between)]
+            codes, scales = (
+                layout.codes_shape(out_rows, out_k),
+                layout.scales_shape(out_rows, out_k),
+            )
             results += [
-                ((*lead, *layout.codes_shape(out_rows, out_k)), jnp.uint8),
-                ((*lead, *layout.scales_shape(out_rows, out_k)), jnp.uint8),
+                ((*front, codes[0], *between, *codes[1:]), jnp.uint8),
+                ((*front, scales[0], *between, *scales[1:]), jnp.uint8),
                 (shape[:example_ndim], jnp.float32),
             ]
     return results
@@ -273,10 +291,11 @@ def _abstract_eval(
     rows: Output | None,
     columns: Output | None,
     signs: int,
+    merged: int,
     origin: bool = False,
 ) -> list[ShapedArray]:
     del operands, signs, origin
-    return [ShapedArray(s, d) for s, d in _shapes(x.shape, amax.ndim - 1, rows, columns)]
+    return [ShapedArray(s, d) for s, d in _shapes(x.shape, amax.ndim - 1, rows, columns, merged)]
 
 
 def _call(
@@ -286,19 +305,28 @@ def _call(
     rows: Output | None,
     columns: Output | None,
     signs: int,
+    merged: int,
     origin: bool = False,
 ) -> Sequence[jax.Array]:
     del platform
     example_ndim = operands[0].ndim - 1
-    results = [jax.ShapeDtypeStruct(s, d) for s, d in _shapes(x.shape, example_ndim, rows, columns)]
-    return jax.ffi.ffi_call(_TARGET, results)(
+    shapes = _shapes(x.shape, example_ndim, rows, columns, merged)
+    segment = x.shape[-2]
+    if merged:
+        front = x.shape[: x.ndim - 2 - merged]
+        x = x.reshape(*front, -1, x.shape[-1])
+    results = [
+        jax.ShapeDtypeStruct(s, d) for s, d in _shapes(x.shape, example_ndim, rows, columns, 0)
+    ]
+    called = jax.ffi.ffi_call(_TARGET, results)(
         x,
         *operands,
         rows=np.int64(rows.flags() if rows else 0),
         columns=np.int64(columns.flags() if columns else 0),
         signs=np.int64(signs),
-        origin=origin,
+        origin=np.int64((segment if merged else 1) if origin else 0),
     )
+    return [y.reshape(shape) for y, (shape, _) in zip(called, shapes, strict=True)]
 
 
 def _axes(
@@ -309,29 +337,33 @@ def _axes(
     rows: Output | None,
     columns: Output | None,
     signs: int,
+    merged: int,
 ) -> Axes:
     # A device's part has whole tiles of scales in each result; or it is finer, and the tiles are put together of several.
     del signs
     leading = divider.leading(x.shape[:-2])
     long, short = layout.TILE_ROWS, layout.TILE_COLUMNS
-    row = divider.axis("row", x.shape[-2], long if rows else short, _PART)
+    row = divider.axis("row", x.shape[-2], long if rows else short, None if merged else _PART)
     column = divider.axis("column", x.shape[-1], long if columns else short, _PART)
     examples = leading[: amax.ndim - 1]
     results: list[tuple[Dim, ...]] = []
-    shapes = iter(_shapes(x.shape, len(examples), rows, columns))
-    for output, (name, dim), (k_name, k_dim) in (
-        (rows, ("row", row), ("column", column)),
-        (columns, ("column", column), ("row", row)),
+    split = len(leading) - merged
+    r, k = x.shape[-2:]
+    for output, (name, dim, size), (k_name, k_dim, k_size), between in (
+        (rows, ("row", row, r), ("column", column, k), ()),
+        (columns, ("column", column, k), ("row", row, r), leading[split:]),
     ):
         if output is None:
             continue
-        (_, _), (scales, _), (_, _) = next(shapes), next(shapes), next(shapes)
+        front = leading[: len(leading) - len(between)]
+        row_tiles, column_tiles, _ = layout.scales_shape(size, k_size)
         results += [
-            (*leading, dim, k_dim if len(k_dim) > 1 else (f"{k_name}_packed",)),
+            (*front, dim, *between, k_dim if len(k_dim) > 1 else (f"{k_name}_packed",)),
             (
-                *leading,
-                divider.tiles(name, scales[-3]),
-                divider.tiles(k_name, scales[-2]),
+                *front,
+                divider.tiles(name, row_tiles),
+                *between,
+                divider.tiles(k_name, column_tiles),
                 ("tile",),
             ),
             examples,
@@ -362,22 +394,30 @@ def _local(
         rest.insert(1, _origin(shards, x.shape, batch))
     results = list(call(x, amax, *rest, origin=origin, **params))
     r, k = x.shape[-2:]
+    merged = params["merged"]
     wanted = [
-        (names, sizes)
-        for output, names, sizes in (
-            (params["rows"], (_ROW[1], _COLUMN[1]), (r, k)),
-            (params["columns"], (_COLUMN[1], _ROW[1]), (k, r)),
+        (names, sizes, between)
+        for output, names, sizes, between in (
+            (params["rows"], (_ROW[1], _COLUMN[1]), (r, k), 0),
+            (params["columns"], (_COLUMN[1], _ROW[1]), (k, r), merged),
         )
         if output is not None
     ]
-    for i, (names, sizes) in enumerate(wanted):
+    for i, (names, (rows, columns), between) in enumerate(wanted):
         if not shards.axes(names):
             continue
-        linear = layout.scales_to_linear(results[3 * i + 1], *sizes)
+        tiles = results[3 * i + 1]
+        axes = tiles.shape[tiles.ndim - 2 - between : -2]  # those merged with the tiles' columns
+        linear = layout.scales_to_linear(
+            tiles.reshape(*tiles.shape[: tiles.ndim - 2 - between], -1, tiles.shape[-1]),
+            rows,
+            columns * math.prod(axes),
+        )
         for axis, name in zip((linear.ndim - 2, linear.ndim - 1), names, strict=True):
             if over := shards.axes((name,)):
                 linear = jax.lax.all_gather(linear, over, axis=axis, tiled=True)
-        results[3 * i + 1] = layout.scales_from_linear(linear)
+        whole = layout.scales_from_linear(linear)
+        results[3 * i + 1] = whole.reshape(*whole.shape[:-2], *axes, -1, whole.shape[-1])
     return results
 
 
