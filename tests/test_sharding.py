@@ -153,6 +153,17 @@ def test_parts_finer_than_a_tile_where_shardings_are_types(explicit):
     assert set(sent) <= {AMAX, *U8}
 
 
+def test_what_is_gathered_for_lack_of_parts_is_said(explicit):
+    x = jnp.asarray(wide((200, 64)))
+    with jax.set_mesh(explicit):
+        (placed,) = put(explicit, (x, P("d", None)))
+        with pytest.warns(
+            UserWarning, match=r"nvfp4_quantize: axis 0 .*\(200, 64\) is sharded over 'd'"
+        ):
+            got = jax.jit(lambda x: nvfp4.quantize(x))(placed)
+    assert_same_tree(jax.device_get(got), jax.device_get(nvfp4.quantize(x)))
+
+
 @pytest.mark.parametrize("shape", [(200, 80), (16, 464), (96, 16), (5, 2048), (40, 8)], ids=str)
 def test_shapes_that_do_not_tile(mesh, shape):
     """XLA gathers what can not be divided."""

@@ -70,7 +70,7 @@ def define(
     inner = Primitive(f"{name}_local")
     inner.multiple_results = True
     inner.def_abstract_eval(
-        lambda *avals, **params: _sharding.typed(None, avals, abstract_eval(*avals, **params))
+        lambda *avals, **params: _sharding.typed(name, None, avals, abstract_eval(*avals, **params))
     )
     for spelled, platform in _LOWERING_PLATFORMS.items():
         lowering = mlir.lower_fun(functools.partial(call, platform=platform), multiple_results=True)
@@ -97,6 +97,7 @@ def define(
     primitive.def_impl(functools.partial(apply_primitive, primitive))
     primitive.def_abstract_eval(
         lambda *avals, **params: _sharding.typed(
+            name,
             lambda devices: axes(_sharding.Divider(devices), *avals, **params),
             avals,
             abstract_eval(*avals, **params),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -289,16 +290,23 @@ def partitioned(
 
 
 def typed(
-    axes_of: Callable[[int], Axes] | None, operands: Sequence[Any], results: Sequence[ShapedArray]
+    op: str,
+    axes_of: Callable[[int], Axes] | None,
+    operands: Sequence[Any],
+    results: Sequence[ShapedArray],
 ) -> list[ShapedArray]:
-    """The results with what types say of shardings and of manual axes, from the operands."""
+    """The results with what types say of shardings and of manual axes, from the operands.
+
+    Warns of an operand that is gathered because the op can not be divided as it is. (Of a mesh whose shardings are not in types
+    nothing is known here.)
+    """
     mesh = next((x.sharding.mesh for x in operands if not x.sharding.mesh.empty), None)
     if mesh is None:
         return list(results)
     varying = [x.manual_axis_type.varying for x in operands]
     if any(v != varying[0] for v in varying):
         raise ValueError(
-            "the operands of an NVFP4 op must vary over the same manual axes; got "
+            f"{op}: operands must vary over the same manual axes; got "
             f"{[sorted(map(str, v)) for v in varying]}. Use jax.lax.pcast(x, axis, to='varying')."
         )
     manual = operands[0].manual_axis_type
@@ -314,6 +322,17 @@ def typed(
             [_in_parts(s, parts) for s in padded],
             {n: s for mine in parts.values() for n, s in mine},
         )
+        used = {name for names in chosen.values() for name in names}
+        for x, spec in zip(operands, padded, strict=True):
+            for i, entry in enumerate(spec):
+                names = _in_parts((entry,), parts)[0]
+                if set(names) - used:
+                    warnings.warn(
+                        f"{op}: axis {i} of an operand of shape {x.shape} is sharded over {entry!r}, but can not be divided into "
+                        "so many parts of 32 (matmul: of whole tiles of scales, 128 rows or 64 columns). It is gathered on every "
+                        "device. Choose another size, or shard another axis.",
+                        stacklevel=2,
+                    )
         specs = [_in_whole_axes(axes.spec(d, chosen), parts) for d in axes.results]
     return [
         ShapedArray(r.shape, r.dtype, sharding=NamedSharding(mesh, s), manual_axis_type=manual)
