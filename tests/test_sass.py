@@ -48,6 +48,14 @@ def kernels(tmp_path_factory):
     return compile_one
 
 
+@pytest.fixture(scope="session")
+def bounds(kernels):
+    version = sass_model.nvcc_version(TOOLS)
+    found = sass_model.bounds_of(version)
+    assert found is not None, f"benchmarks/sass_model.py: no bounds for nvcc {version} in RELEASES"
+    return found
+
+
 def whole_kernels(found):
     """Of case names: their kernels."""
     return {name: sass_model.find(case, found) for name, case in CASES.items()}
@@ -58,10 +66,8 @@ def opcodes(kernel) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_instructions_leave_the_bandwidth(kernels, name):
-    version = sass_model.nvcc_version(TOOLS)
-    most = sass_model.most_instructions(version)
-    assert most is not None, f"sass_model.MOST_INSTRUCTIONS has no column for nvcc {version}"
+def test_instructions_leave_the_bandwidth(kernels, bounds, name):
+    most = bounds.instructions
     result = sass_model.measure(CASES[name], kernels("quantize", count=True))
     assert result.per_element <= most[name]
     assert result.per_element > most[name] - 0.3, "the bound in sass_model is out of date"
@@ -70,12 +76,13 @@ def test_instructions_leave_the_bandwidth(kernels, name):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("op", ["amax", "dequantize", "quantize"])
-def test_nothing_spills(kernels, op, target):
+def test_nothing_spills(kernels, bounds, op, target):
     found = kernels(op, target)
     assert len(found) >= 3
     for name, kernel in found.items():
         local = [i for i in kernel.instructions if i.base in ("LDL", "STL")]
-        assert kernel.spills == 0 and not local, name
+        assert kernel.spills <= bounds.spills, name
+        assert kernel.spills > 0 or not local, name
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -185,10 +185,17 @@ class Quantizer {
     PlaceRandom(matrix_of_example);
     row_block_ = static_cast<uint32_t>(column_ / kBlock) + row_place.block;
     column_block_ = static_cast<uint32_t>(row_ / kBlock) + column_place.block;
-    row_staged_ = InRegister(StagedOffset(row_place));
-    column_staged_ = StagedOffset(column_place);  // in a register this would be one too many
-    store_place_ = InRegister(Kept::StorePlace());
-    load_place_ = InRegister(Kept::LoadPlace());
+    row_staged_ = StagedOffset(row_place);
+    column_staged_ = StagedOffset(column_place);
+    store_place_ = Kept::StorePlace();
+    load_place_ = Kept::LoadPlace();
+    if constexpr (kFolds) {
+      // Instructions count there, and the compiler would spend some in each tile. A fourth register
+      // would be one too many.
+      row_staged_ = InRegister(row_staged_);
+      store_place_ = InRegister(store_place_);
+      load_place_ = InRegister(load_place_);
+    }
     codes_stride_[0] = CodesStride(args_.k);
     codes_stride_[1] = CodesStride(args_.rows);
     if (WantsRows())
