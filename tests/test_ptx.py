@@ -3,6 +3,10 @@
 tests/ptx/interpreter.py executes what nvcc made for each target, and refuses what it does not know.
 The results are the oracle's, and changes in the PTX, of the kind that a compiler or a kernel may
 have wrong, are noticed.
+
+The nvcc is the first on PATH. For another, without a toolkit: `pip install nvidia-cuda-nvcc
+nvidia-cuda-crt nvidia-cuda-runtime nvidia-nvvm` in an environment of its own, then put its
+site-packages/nvidia/cu13/bin first on PATH and run `pytest tests/test_ptx.py tests/test_sass.py`.
 """
 
 from __future__ import annotations
