@@ -261,7 +261,7 @@ def make_step(linear: Linear, size: Size, steps: int, seed: int, place: tuple) -
         (loss, _), grads = jax.value_and_grad(loss_of, has_aux=True)(
             params, batch, key, linear, size
         )
-        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
+        norm = jnp.sqrt(sum(jnp.tensordot(g, g, g.ndim) for g in jax.tree.leaves(grads)))
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / norm), grads)
         m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, grads)
         v = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, v, grads)

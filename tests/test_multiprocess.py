@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import jax_nvfp4_ops as nvfp4
 import numpy as np
 import pytest
+from b200 import audit, plugin
 from helpers import assert_same_bits, assert_same_tree, normal
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
@@ -276,25 +278,31 @@ def load(demo, runs, params, place, saved):
 
 
 @pytest.fixture(scope="module")
-def step_on(demo, size, mesh_of, place):
-    """loss, state = step_on(mesh)(state, step): a step of training; the state is donated."""
-    batches, _ = demo.read_corpus(100 * size.context)
+def program_on(demo, size, mesh_of, params, place):
+    """A step of training, compiled for a mesh."""
 
     @functools.cache
     def compiled(name: str):
-        mesh = mesh_of(name)
         step = demo.make_step(demo.linear_layers("nvidia"), size, 50, 0, place(name))
-
-        def run(state, number):
-            batch = demo.batch_at(batches, size, 0, number)
-            with jax.set_mesh(mesh):
-                batch = demo.put(batch, NamedSharding(mesh, P("data")))
-                state, loss = step(state, batch, number)
-            return float(loss), state
-
-        return run
+        by_row = NamedSharding(mesh_of(name), P("data"))
+        batch = jax.ShapeDtypeStruct((size.batch, size.context + 1), jnp.int32, sharding=by_row)
+        with jax.set_mesh(mesh_of(name)):
+            return step.lower(targets((params,) * 3, place(name)), batch, 0).compile()
 
     return compiled
+
+
+@pytest.fixture(scope="module")
+def step_on(demo, size, mesh_of, program_on):
+    """loss = step_on(mesh, state, number): a step of training; the state is donated."""
+    train, _ = demo.read_corpus(100 * size.context)
+
+    def run(name: str, state, number: int) -> float:
+        batch = demo.batch_at(train, size, 0, number)
+        batch = demo.put(batch, NamedSharding(mesh_of(name), P("data")))
+        return float(program_on(name)(state, batch, number)[1])
+
+    return run
 
 
 @jax.jit
@@ -311,8 +319,23 @@ def draws(state, key):
 def test_one_process_adds_in_another_order_than_gloo(demo, params, place, step_on, saved):
     """Of the first forward pass only the mean over four parts of the batch depends on the order of sums."""
     zeros = jax.tree.map(np.zeros_like, params)
-    loss, _ = step_on("8")(demo.put((params, zeros, zeros), place("8")), 0)
+    loss = step_on("8", demo.put((params, zeros, zeros), place("8")), 0)
     assert loss == pytest.approx(saved[1]["history"]["nvidia"][0], rel=2 * 3 * 2.0**-24)
+
+
+def test_weights_of_blocks_are_gathered_in_four_bits(program_on, params):
+    """FSDP: every device needs the columns, or rows, of its part of the model; float32 gathers are of other things."""
+    gathers = re.findall(
+        r"= \(?(\w+)\[([\d,]*)\][^=]* all-gather(?:-start)?\(", program_on("8").as_text()
+    )
+    shapes = {(kind, tuple(sorted(map(int, dims.split(","))))) for kind, dims in gathers}
+    for name in ("qkv", "out", "up", "down"):
+        shape = params["layers"][0][name].shape
+        columns = name in ("qkv", "up")
+        part = (shape[0], shape[1] // 2) if columns else (shape[0] // 2, shape[1])
+        # Of fprop's codes, which lie along the first axis.
+        assert ("u8", tuple(sorted((part[0] // 2, part[1])))) in shapes, name
+        assert not shapes & {("f32", tuple(sorted(x))) for x in (shape, part)}, name
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -348,8 +371,7 @@ def test_orbax_goes_on_with_any_mesh(load, step_on, place, mesh_of, orbax_checkp
     with jax.set_mesh(mesh_of("8")):
         assert_same_tree(got, draws(expected, key))
 
-    loss, _ = step_on(name)(state, STEPS)
-    loss_of_8, _ = step_on("8")(expected, STEPS)
+    loss, loss_of_8 = step_on(name, state, STEPS), step_on("8", expected, STEPS)
     # On another mesh float32 sums have another order. Where one ends beside the boundary of two codes, a code of one token
     # flips: of half a million a few, each of which moves the loss of one of 512 tokens by some hundredths.
     assert loss == loss_of_8 if name == "8" else loss == pytest.approx(loss_of_8, rel=2.0**-14)
@@ -382,13 +404,13 @@ def on(mesh, arrays, specs=SPECS):
 
 
 def plain(x, w, qw, key):
-    """With the array itself: the compiler quantizes it before the loop."""
+    """With the array itself: on the CPU the compiler quantizes it before the loop, for a GPU in each turn of it."""
     return nvfp4.matmul(x, w, key=key)
 
 
 @jax.custom_vjp
 def by_hand(x, w, qw, key):
-    """With a QuantizedWeight, which has no gradient, and w's gradient made of the ops themselves. NVIDIA's recipe."""
+    """With a QuantizedWeight, which has no gradient: that of w is made of the ops themselves, as NVIDIA's recipe says."""
     return nvfp4.matmul(nvfp4.quantize(x), qw.fprop)
 
 
@@ -458,6 +480,14 @@ def test_microbatches_on_a_mesh_share_it_too(layer, mesh_of, linear, name):
     program = jax.jit(functools.partial(accumulate, linear)).lower(*placed).compile()
     assert calls(program, "quantize") == (1, 2)
     jax.tree.map(assert_close, program(*placed), apart(layer))
+
+
+def test_microbatches_on_a_b200_share_it_by_hand(layer):
+    plugin.load_for_tests()
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layer]
+    report = audit.audit(functools.partial(accumulate, by_hand), *shapes)
+    assert report.calls("nvfp4_quantize") == 1 + 2 * MICROBATCHES
+    assert report.calls("nvfp4_matmul") == 3 * MICROBATCHES
 
 
 def test_a_quantized_weight_alone_has_a_gradient_for_x_only(layer):
