@@ -72,11 +72,9 @@ class Layout:
 
 
 def fsdp(devices: int) -> Layout:
-    """Weights divided over all devices: along one axis; over more than 64, as parts would be too fine, along both."""
-    if devices <= 64:
-        return Layout(plugin.mesh(devices, names=("data",)), ("data",), None, ("data", None))
-    names = ("data", "data2")
-    return Layout(plugin.mesh(devices // 8, 8, names=names), names, None, names)
+    """Weights divided over all devices."""
+    mesh = plugin.mesh(devices, names=("data",))
+    return Layout(mesh, ("data",), None, ("data", None))
 
 
 def fsdp_tp(devices: int, model: int = 8) -> Layout:
