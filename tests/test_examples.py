@@ -187,6 +187,13 @@ def test_a_mesh_that_does_not_fit(demo, mesh, message):
         demo.make_mesh(mesh, demo.SIZES["tiny"])
 
 
+def test_a_mesh_of_several_processes_has_all_their_devices(demo, monkeypatch):
+    monkeypatch.setattr(demo.jax, "process_count", lambda: 2)
+    message = "must have all of the 8 devices that there are; got 4. .* JAX_NUM_CPU_DEVICES=2"
+    with pytest.raises(SystemExit, match=message):
+        demo.make_mesh({"data": 2, "model": 2}, demo.SIZES["tiny"])
+
+
 def test_a_mesh_may_have_some_of_the_devices(demo):
     mesh = demo.make_mesh(demo.parse(["--mesh", "model=2,data=2"]).mesh, demo.SIZES["tiny"])
     assert dict(mesh.shape) == {"data": 2, "model": 2}
