@@ -364,6 +364,7 @@ MESHES = {
     "FSDP along both axes": lambda: sharded.Layout(
         plugin.mesh(4, 2, names=("data", "data2")), ("data", "data2"), None, ("data", "data2")
     ),
+    "FSDP x TP": lambda: sharded.fsdp_tp(8, 4),
 }
 
 
@@ -401,3 +402,13 @@ def test_weights_and_activations_of_a_layer_are_sent_quantized(layer):
         assert received(bf16, model, purpose) / received(nvfp4, model, purpose) > 2.6
     # What is left are sums.
     assert set(kinds) <= {"gradients", "activations, summed"}
+
+
+def test_of_sums_each_device_gets_its_part(layer):
+    model, bf16, nvfp4 = layer
+    sums = [c for c in nvfp4 if c.purpose(model) in ("gradients", "activations, summed")]
+    # Gradients of norms are whole on each device.
+    large = [c for c in sums if c.elements > 2 * sharded.MODEL]
+    assert {c.op for c in large} == {"reduce-scatter"}
+    for purpose in ("gradients", "activations, summed"):
+        assert received(nvfp4, model, purpose) <= received(bf16, model, purpose)

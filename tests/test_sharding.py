@@ -236,6 +236,57 @@ def test_matmul_over_a_divided_k_is_rounded_once(mesh, dtype):
     assert (np.abs(np.asarray(got, np.float64) - exact) <= bound).all()
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [P("d"), P(None, "m"), P("d", "m"), P("m", "d"), P(("d", "m")), P(None, ("m", "d"))],
+    ids=str,
+)
+def test_of_a_sum_each_device_gets_its_part(mesh, spec):
+    """The gradients of weights that are sharded (FSDP) are scattered; bias and what is accumulated are like the result."""
+    x, w = normal((512, 1024), seed=1), normal((256, 1024), seed=2)
+    rest = normal((256,), seed=3), normal((512, 256), seed=4)
+
+    def f(x, w, bias, accumulate):
+        y = product(x, w, bias, accumulate)
+        return jax.lax.with_sharding_constraint(y, NamedSharding(mesh, spec))
+
+    tokens, columns = P(None, ("d", "m")), P((*spec, None)[1])
+    placed = put(mesh, (x, tokens), (w, tokens), (rest[0], columns), (rest[1], spec))
+    got, sent = run(f, *placed)
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+    assert_close([got], [product(x, w, *rest)])
+    axes = {a for entry in spec if entry for a in np.ravel(entry)}
+    # What is scattered over one axis is summed over the other.
+    left = {("f32", "all-reduce")} if len(axes) == 1 else set()
+    assert set(sent) == {AMAX, ("f32", "reduce-scatter")} | left
+
+
+def test_sequence_parallel_activations_are_gathered_quantized(mesh):
+    """Between products the model axis divides the tokens, inside of them the features."""
+    between, inside = NamedSharding(mesh, P(("d", "m"))), NamedSharding(mesh, P("d", "m"))
+    x, up, down = (normal(s, seed=i) for i, s in enumerate([(2048, 512), (512, 256), (256, 512)]))
+
+    def f(x, up, down):
+        def block(x, up, down):
+            h = nvfp4.matmul(x, up, key=KEY)
+            h = jax.lax.with_sharding_constraint(h, inside)
+            y = nvfp4.matmul(jnp.tanh(h), down, key=KEY)
+            return jax.lax.with_sharding_constraint(y, between), h
+
+        (y, h), pull = jax.vjp(block, x, up, down)
+        gradients = pull((y, jnp.zeros_like(h)))
+        return h, y, *map(jax.lax.with_sharding_constraint, gradients, shardings)
+
+    specs = between.spec, P("d", "m"), P("m", "d")
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    placed = put(mesh, *zip((x, up, down), specs, strict=True))
+    got, sent = run(f, *placed)
+    expected = jax.jit(f)(x, up, down)
+    assert_same_bits(got[0], expected[0])
+    assert_close(got[1:2], expected[1:2])
+    assert set(sent) <= {AMAX, ("u8", "all-gather"), ("f32", "reduce-scatter")}
+
+
 # ---- Layers
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -40,12 +41,14 @@ class Axes:
       results: Likewise.
       sizes: Of each factor that may be sharded.
       reduced: Factors over which results are reduced, where they may be sharded.
+      sums: Whether the one result is a sum over them: see `assign_sum`.
     """
 
     operands: tuple[tuple[Dim, ...], ...]
     results: tuple[tuple[Dim, ...], ...]
     sizes: Mapping[str, int]
     reduced: tuple[str, ...] = ()
+    sums: bool = False
 
     def rule(self, operands: Sequence[Any], results: Sequence[Any]) -> Any:
         """The same as a rule for Shardy."""
@@ -94,9 +97,7 @@ class Axes:
         taken: set[str] = set()
         for dims, spec in zip(self.operands, specs, strict=True):
             for dim, entry in zip(dims, spec, strict=False):
-                axes = list(
-                    entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-                )
+                axes = list(_names(entry))
                 for factor in dim:
                     if factor not in self.sizes:
                         break
@@ -111,11 +112,92 @@ class Axes:
                         break
         return chosen
 
+    def assign_sum(
+        self,
+        specs: Sequence[Sequence[Any]],
+        axis_sizes: Mapping[str, int],
+        wanted: Sequence[Any],
+        shape: Sequence[int],
+    ) -> tuple[dict[str, tuple[str, ...]], dict[Dim, tuple[str, ...]]]:
+        """Likewise for a sum over the reduced factors that is to be sharded like `wanted`, and has this shape.
+
+        Devices sum up what they have parts of in every operand. Else the result decides, so that operands are gathered that are
+        sharded otherwise: codes, where activations between products are divided along the sequence, or a weight of FSDP.
+
+        Returns:
+          The mesh axes of each factor, and for each axis of the result those over which the sum is scattered.
+        """
+        (result,) = self.results
+        every = [
+            [(dim, _names(entry)) for dim, entry in zip(dims, spec, strict=False)]
+            for dims, spec in zip(self.operands, specs, strict=True)
+        ]
+        parts: dict[str, list[tuple[str, ...]]] = {}
+        elsewhere = {a for entry in wanted for a in _names(entry)}
+        for dim, names in (pair for array in every for pair in array):
+            if self.is_reduced(dim):
+                parts.setdefault(dim[0], []).append(names)
+            else:
+                elsewhere |= set(names)
+
+        def summed(factor: str) -> tuple[str, ...]:
+            mine = parts[factor]
+            longest = max(mine, key=lambda names: len(names))
+            return tuple(
+                takewhile(lambda a: a not in elsewhere or all(a in p for p in mine), longest)
+            )
+
+        sums = self.assign(
+            [[summed(d[0]) if self.is_reduced(d) else () for d, _ in array] for array in every],
+            axis_sizes,
+        )
+        over = {a for names in sums.values() for a in names}
+
+        def others(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(takewhile(lambda a: a not in over, names))
+
+        chosen = dataclasses.replace(self, operands=(result, *self.operands)).assign(
+            [
+                [others(_names(entry)) for entry in wanted],
+                *(
+                    [() if self.is_reduced(dim) else others(names) for dim, names in array]
+                    for array in every
+                ),
+            ],
+            axis_sizes,
+        )
+        scattered = {}
+        for dim, entry, size in zip(result, wanted, shape, strict=True):
+            whole = tuple(a for factor in dim for a in chosen.get(factor, ()))
+            names = _names(entry)
+            rest = names[len(whole) :] if names[: len(whole)] == whole else ()
+            mine = tuple(takewhile(over.__contains__, rest))
+            even = size % math.prod(axis_sizes[a] for a in whole + mine) == 0
+            scattered[dim] = mine if even else ()
+        return chosen | sums, scattered
+
+    def is_reduced(self, dim: Dim) -> bool:
+        """Whether results are reduced over this axis of an operand."""
+        return bool(dim) and dim[0] in self.reduced
+
     @staticmethod
-    def spec(dims: tuple[Dim, ...], chosen: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
+    def spec(
+        dims: tuple[Dim, ...],
+        chosen: Mapping[str, tuple[str, ...]],
+        scattered: Mapping[Dim, tuple[str, ...]] | None = None,
+    ) -> PartitionSpec:
         """Of an array with these axes."""
-        entries = (tuple(a for factor in dim for a in chosen.get(factor, ())) for dim in dims)
+        further = scattered or {}
+        entries = (
+            (*(a for factor in dim for a in chosen.get(factor, ())), *further.get(dim, ()))
+            for dim in dims
+        )
         return PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in an entry of a PartitionSpec."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 @dataclasses.dataclass
@@ -170,10 +252,12 @@ class Shards:
     Args:
       chosen: The mesh axes by which each factor is sharded.
       counts: Into how many parts.
+      scattered: For each axis of a sum, the mesh axes over which it is scattered.
     """
 
     chosen: Mapping[str, tuple[str, ...]]
     counts: Mapping[str, int]
+    scattered: tuple[tuple[str, ...], ...] = ()
 
     def index(self, *factors: str) -> Any:
         """Which part of the product of these factors this device has."""
@@ -187,6 +271,15 @@ class Shards:
     def axes(self, factors: Sequence[str]) -> tuple[str, ...]:
         """The mesh axes of several factors."""
         return tuple(a for f in factors for a in self.chosen.get(f, ()))
+
+    def sum(self, x: jax.Array, *factors: str) -> jax.Array:
+        """The sum over the devices that have parts of these factors: of it, this device's part."""
+        over = self.axes(factors)
+        for axis, mine in enumerate(self.scattered):
+            if mine:
+                x = jax.lax.psum_scatter(x, mine, scatter_dimension=axis, tiled=True)
+                over = tuple(a for a in over if a not in mine)
+        return jax.lax.psum(x, over) if over else x
 
 
 WHOLE = Shards({}, {})
@@ -253,14 +346,22 @@ def partitioned(
         return axes.assign([_spec_of(mesh, a) for a in arg_shapes], mesh.shape)
 
     def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> Any:
-        del result_shapes
         mesh = _refined(mesh)
-        chosen = assign(mesh, arg_shapes)
+        scattered: dict[Dim, tuple[str, ...]] = {}
+        if axes.sums:
+            (result,) = result_shapes
+            specs = [_spec_of(mesh, a) for a in arg_shapes]
+            wanted = _spec_of(mesh, result)
+            chosen, scattered = axes.assign_sum(specs, mesh.shape, wanted, result.shape)
+        else:
+            chosen = assign(mesh, arg_shapes)
         counts = {f: math.prod(mesh.shape[a] for a in names) for f, names in chosen.items()}
-        shards = Shards(chosen, counts)
+        shards = Shards(chosen, counts, tuple(scattered.values()))
 
         def place(dims: tuple[Dim, ...]) -> NamedSharding:
-            return NamedSharding(mesh, axes.spec(dims, chosen))
+            # What is summed up is not divided like the sum.
+            further = {} if any(map(axes.is_reduced, dims)) else scattered
+            return NamedSharding(mesh, axes.spec(dims, chosen, further))
 
         def lower(*xs: jax.Array) -> tuple[jax.Array, ...]:
             # What a device computes has no shardings in its types.

@@ -254,6 +254,7 @@ def _axes(
         results=((*leading, m, n),),
         sizes=divider.sizes,
         reduced=_contracted(merged),
+        sums=True,
     )
 
 
@@ -289,7 +290,7 @@ def _local(
     (y,) = _with_more_rows(
         call, factors, alphas=alphas, bias=False, accumulate=False, out_dtype=partial_sums
     )
-    y = jax.lax.psum(y, shards.axes(_contracted(merged))).astype(jnp.float32)
+    y = shards.sum(y, *_contracted(merged)).astype(jnp.float32)
     if bias:
         b = rest.pop(0).astype(jnp.float32)
         y = y + b.reshape(b.shape[:-1] + (1,) * (y.ndim - b.ndim) + b.shape[-1:])
