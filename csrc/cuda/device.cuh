@@ -24,6 +24,12 @@
 #else
 #define NVFP4_HAS_BLACKWELL 0
 #endif
+// The conversion to E4M3, the larger magnitude with a sign.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define NVFP4_HAS_ADA 1
+#else
+#define NVFP4_HAS_ADA 0
+#endif
 #if defined(__CUDA_ARCH__)
 #define NVFP4_ON_DEVICE 1
 #else
@@ -172,7 +178,7 @@ NVFP4_DEVICE float2 WidenPair(uint32_t pair) {
 // Of both halves.
 template <FloatType kType, bool kNan = false>
 NVFP4_DEVICE uint32_t MaxMagnitudeOfHalves(uint32_t a, uint32_t b) {
-#if NVFP4_ON_DEVICE
+#if NVFP4_HAS_ADA
   uint32_t d;
   if constexpr (kType == FloatType::kBf16 && kNan)
     asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -234,7 +240,7 @@ NVFP4_DEVICE float ThroughBf16(float x) {
 
 // The block scale of a number that is not negative, in byte 0; the clamp at 448 is part of it.
 NVFP4_DEVICE uint32_t EncodeScale(float x) {
-#if NVFP4_ON_DEVICE
+#if NVFP4_HAS_ADA
   uint32_t d;
   asm("{\n .reg .b16 h, z;\n cvt.rn.satfinite.e4m3x2.f32 h, %2, %1;\n mov.b16 z, 0;\n"
       " mov.b32 %0, {h, z};\n}"
@@ -307,7 +313,7 @@ NVFP4_DEVICE void DecodeE2M1x8(uint32_t codes, float2* v) {
 
 // Two float16 with their magnitudes at most that of both halves of `limit`, which has no sign.
 NVFP4_DEVICE uint32_t ClampF16Pair(uint32_t x, uint32_t limit) {
-#if NVFP4_ON_DEVICE
+#if NVFP4_HAS_ADA
   uint32_t d;
   asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(limit));
   return d;

@@ -283,15 +283,10 @@ def path_of(capability: tuple[int, int]) -> tuple[str, str]:
         if capability[0] != 10:
             text += "; what it refuses is dequantized to bfloat16"
         return OK, text
-    if capability >= (9, 0):
+    if capability >= (8, 0):
         return (
             OK,
             "no FP4 tensor cores: operands are dequantized to bfloat16, exactly, for cuBLASLt",
-        )
-    if capability >= (8, 0):
-        return NOTE, (
-            "no FP4 tensor cores: operands are dequantized to bfloat16, exactly, for cuBLASLt; "
-            "only builds with kernels for this chip run on it"
         )
     return PROBLEM, "not supported: it has no bfloat16; compute capability 8.0 or later is needed"
 
