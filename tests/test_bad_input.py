@@ -300,3 +300,23 @@ def test_subnormals_are_numbers(value, jit):
     assert_same_bits(y, oracle.matmul(oracle.quantize(x), oracle.quantize(other)))
     # Far below float32's normal numbers the encode factor is clamped, and codes are 0.
     assert np.asarray(y).any() == (value > 1e-39)
+
+
+def test_a_quantized_weight_that_is_not_of_w():
+    x, w = jnp.ones((4, 32)), jnp.ones((32, 16))
+    qw = nvfp4.quantize_weight(w)
+    with pytest.raises(
+        TypeError, match="quantized must be a QuantizedWeight of the array w; got ArrayImpl"
+    ):
+        nvfp4.matmul(x, w, quantized=w, recipe=nvfp4.recipes.RNE)
+    with pytest.raises(TypeError, match="for QuantizedWeight"):
+        nvfp4.matmul(x, qw, quantized=qw, recipe=nvfp4.recipes.RNE)
+    with pytest.raises(
+        ValueError, match=r"quantized must be made of w, of shape \(32, 8\); got one of \(32, 16\)"
+    ):
+        nvfp4.matmul(x, jnp.ones((32, 8)), quantized=qw, recipe=nvfp4.recipes.RNE)
+    other = nvfp4.quantize_weight(w, contracting=1)
+    with pytest.raises(ValueError, match=r"w was quantized for contracting axes \(1,\)"):
+        nvfp4.matmul(x, w, quantized=other, recipe=nvfp4.recipes.RNE)
+    with pytest.raises(TypeError, match="quantized must be None for an x that is quantized"):
+        nvfp4.matmul(nvfp4.quantize(x), nvfp4.quantize(w, axis=-2), quantized=qw)

@@ -409,24 +409,9 @@ def plain(x, w, qw, key):
     return nvfp4.matmul(x, w, key=key)
 
 
-@jax.custom_vjp
-def by_hand(x, w, qw, key):
-    """With a QuantizedWeight, which has no gradient: that of w is made of the ops themselves, as NVIDIA's recipe says."""
-    return nvfp4.matmul(nvfp4.quantize(x), qw.fprop)
-
-
-def by_hand_forward(x, w, qw, key):
-    rows, columns = nvfp4.quantize(x, axis=(-1, -2), hadamard=(False, True))
-    return nvfp4.matmul(rows, qw.fprop), (columns, qw.dgrad, key)
-
-
-def by_hand_backward(kept, g):
-    x, w, key = kept
-    rows, columns = nvfp4.quantize(g, axis=(-1, -2), rounding="sr", hadamard=(False, True), key=key)
-    return nvfp4.matmul(rows, w), nvfp4.matmul(x, columns), None, None
-
-
-by_hand.defvjp(by_hand_forward, by_hand_backward)
+def shared(x, w, qw, key):
+    """What is quantized once is computed with; w has its gradient."""
+    return nvfp4.matmul(x, w, quantized=qw, key=key)
 
 
 def accumulate(linear, w, xs, gs):
@@ -465,7 +450,7 @@ def apart(layer):
     return total, tuple(np.stack(y) for y in zip(*ys, strict=True))
 
 
-@pytest.mark.parametrize("linear", [plain, by_hand])
+@pytest.mark.parametrize("linear", [plain, shared])
 def test_microbatches_share_the_quantized_weight(layer, linear):
     program = jax.jit(functools.partial(accumulate, linear)).lower(*layer).compile()
     # In the loop: x and g, each along both axes.
@@ -474,7 +459,7 @@ def test_microbatches_share_the_quantized_weight(layer, linear):
     assert_same_tree(program(*layer), apart(layer))
 
 
-@pytest.mark.parametrize("linear", [plain, by_hand])
+@pytest.mark.parametrize("linear", [plain, shared])
 @pytest.mark.parametrize("name", ["8", "8 other"])
 def test_microbatches_on_a_mesh_share_it_too(layer, mesh_of, linear, name):
     placed = on(mesh_of(name), layer)
@@ -483,10 +468,10 @@ def test_microbatches_on_a_mesh_share_it_too(layer, mesh_of, linear, name):
     jax.tree.map(assert_close, program(*placed), apart(layer))
 
 
-def test_microbatches_on_a_b200_share_it_by_hand(layer):
+def test_microbatches_on_a_b200_share_it(layer):
     plugin.load_for_tests()
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layer]
-    report = audit.audit(functools.partial(accumulate, by_hand), *shapes)
+    report = audit.audit(functools.partial(accumulate, shared), *shapes)
     assert report.calls("nvfp4_quantize") == 1 + 2 * MICROBATCHES
     assert report.calls("nvfp4_matmul") == 3 * MICROBATCHES
 

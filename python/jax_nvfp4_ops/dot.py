@@ -113,7 +113,7 @@ class _Config:
     merged: int  # so many axes before the last two of x are rows of the one matrix
     # Of the matrices, where shardings are part of types: their gradients have the same.
     x_sharding: Any
-    w_sharding: Any
+    w_sharding: Any  # None: there is no w but a quantized one, and no gradient for it
 
 
 def _quantize(
@@ -153,9 +153,9 @@ def _quantize_x(x: jax.Array, key: Any, c: _Config, backward: bool) -> tuple[Any
     )
 
 
-def _quantize_w(w: Any, key: Any, c: _Config, backward: bool) -> tuple[Any, Any]:
-    if isinstance(w, QuantizedWeight):
-        return w.fprop, w.dgrad
+def _quantize_w(w: Any, quantized: Any, key: Any, c: _Config, backward: bool) -> tuple[Any, Any]:
+    if quantized is not None:
+        return quantized.fprop, quantized.dgrad
     free = c.recipe.w_dgrad if backward else None
     return _quantize(
         w,
@@ -167,18 +167,23 @@ def _quantize_w(w: Any, key: Any, c: _Config, backward: bool) -> tuple[Any, Any]
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _linear(x: jax.Array, w: Any, key: Any, c: _Config) -> jax.Array:
-    """y[..., M, N] of matrices x and w in the layouts of the config."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _linear(x: jax.Array, w: Any, quantized: Any, key: Any, c: _Config) -> jax.Array:
+    """y[..., M, N] of matrices x and w in the layouts of the config.
+
+    `quantized` is a QuantizedWeight of w, or None; without w there is no gradient for it.
+    """
     return matmul_quantized(
         _quantize_x(x, key, c, backward=False)[0],
-        _quantize_w(w, key, c, backward=False)[0],
+        _quantize_w(w, quantized, key, c, backward=False)[0],
         out_dtype=c.out_dtype,
         partial_sums=c.recipe.partial_sums,
     )
 
 
-def _linear_fwd(x: jax.Array, w: Any, key: Any, c: _Config) -> tuple[jax.Array, Any]:
+def _linear_fwd(
+    x: jax.Array, w: Any, quantized: Any, key: Any, c: _Config
+) -> tuple[jax.Array, Any]:
     recipe = c.recipe
     if recipe.needs_key and key is None:
         raise ValueError(
@@ -187,7 +192,7 @@ def _linear_fwd(x: jax.Array, w: Any, key: Any, c: _Config) -> tuple[jax.Array, 
         )
     nvfp4 = recipe.backward == "nvfp4"
     x_fprop, x_wgrad = _quantize_x(x, key, c, backward=nvfp4)
-    w_fprop, w_dgrad = _quantize_w(w, key, c, backward=nvfp4)
+    w_fprop, w_dgrad = _quantize_w(w, quantized, key, c, backward=nvfp4)
     if nvfp4 and w_dgrad is None:
         raise ValueError(
             "dot_general: w must be quantized for the backward pass too, to differentiate x; make it with "
@@ -200,17 +205,17 @@ def _linear_fwd(x: jax.Array, w: Any, key: Any, c: _Config) -> tuple[jax.Array, 
         if nvfp4
         else (named(x_fprop, "nvfp4_x"), named(w_fprop, "nvfp4_w"))
     )
-    return y, (*kept, w if isinstance(w, QuantizedWeight) else None, key)
+    return y, (*kept, quantized, key)
 
 
-def _linear_bwd(c: _Config, residuals: Any, g: jax.Array) -> tuple[Any, Any, Any]:
-    x, w, weight, key = residuals
+def _linear_bwd(c: _Config, residuals: Any, g: jax.Array) -> tuple[Any, Any, Any, Any]:
+    x, w, quantized, key = residuals
     backward = _backward_nvfp4 if c.recipe.backward == "nvfp4" else _backward_bf16
-    dx, dw = backward(c, x, w, key, g, weight is None)
+    dx, dw = backward(c, x, w, key, g, c.w_sharding is not None)
     dx = _sharding.like(dx, c.x_sharding)
     dw = dw if dw is None else _sharding.like(dw, c.w_sharding)
     dkey = None if key is None else np.zeros(key.shape, jax.dtypes.float0)
-    return dx, dw if weight is None else jax.tree.map(_zero_cotangent, weight), dkey
+    return dx, dw, jax.tree.map(_zero_cotangent, quantized), dkey
 
 
 def _zero_cotangent(leaf: jax.Array) -> Any:
@@ -327,7 +332,8 @@ def quantize_weight(
       backward: Whether to quantize for the gradient of x as well.
 
     Returns:
-      What `dot_general`, `einsum` and `matmul` take in place of w. The product then has a gradient for x, and none for w.
+      What `dot_general`, `einsum` and `matmul` take in place of w: the product then has a gradient for x, and none for w. Or
+      what `dot_general` and `matmul` take beside w, as `quantized`: then w has its gradient too.
 
     Raises:
       TypeError, ValueError: As `dot_general`.
@@ -369,6 +375,7 @@ def dot_general(
     recipe: Recipe = NVIDIA,
     key: jax.Array | None = None,
     preferred_element_type: Any = None,
+    quantized: QuantizedWeight | None = None,
 ) -> jax.Array:
     """`jax.lax.dot_general` on NVFP4 operands, in the forward and in the backward pass.
 
@@ -385,6 +392,8 @@ def dot_general(
       key: A `jax.random` key, a fresh one for each step and layer; needed to differentiate with a recipe that rounds
         gradients stochastically.
       preferred_element_type: dtype of y: float32, bfloat16 or float16; by default that of x and w, promoted.
+      quantized: What `quantize_weight` made of w, to compute with; w itself then only receives its gradient. For several
+        microbatches of one step: quantize before their loop.
 
     Returns:
       y[batch, x's other axes, w's other axes].
@@ -404,7 +413,9 @@ def dot_general(
     >>> nvfp4.dot_general(x, w, (((1,), (0,)), ((), ())))[0, 0]
     Array(64., dtype=float32)
     """
-    return _dot_general("dot_general", x, w, dimension_numbers, recipe, key, preferred_element_type)
+    return _dot_general(
+        "dot_general", x, w, dimension_numbers, recipe, key, preferred_element_type, quantized
+    )
 
 
 def _dot_general(
@@ -415,6 +426,7 @@ def _dot_general(
     recipe: Any,
     key: Any,
     preferred_element_type: Any,
+    quantized: Any = None,
 ) -> jax.Array:
     if isinstance(x, NVFP4Array | QuantizedWeight) or isinstance(w, NVFP4Array):
         raise TypeError(
@@ -467,17 +479,31 @@ def _dot_general(
 
     x_at = _layout(x.shape, x_contracting, x_batch, rows_apart=True)
     w_at = _layout(w.shape, w_contracting, w_batch)
-    if isinstance(w, QuantizedWeight):
-        if (w.contracting, w.batch) != (w_contracting, w_batch):
-            raise ValueError(
-                f"{op}: w was quantized for contracting axes {w.contracting} and batch axes {w.batch}; "
-                f"got {w_contracting} and {w_batch}. Quantize it for this product."
-            )
-        matrices: Any = w
-    else:
-        matrices = w_at.matrices(w)
+    if quantized is not None and not (
+        isinstance(quantized, QuantizedWeight) and not isinstance(w, QuantizedWeight)
+    ):
+        raise TypeError(
+            f"{op}: quantized must be a QuantizedWeight of the array w; got {type(quantized).__name__} for {type(w).__name__}. "
+            "Make it with nvfp4.quantize_weight."
+        )
+    if quantized is not None and quantized.shape != w.shape:
+        raise ValueError(
+            f"{op}: quantized must be made of w, of shape {w.shape}; got one of {quantized.shape}."
+        )
+    matrices = None if isinstance(w, QuantizedWeight) else w_at.matrices(w)
+    quantized = w if isinstance(w, QuantizedWeight) else quantized
+    if quantized is not None and (quantized.contracting, quantized.batch) != (
+        w_contracting,
+        w_batch,
+    ):
+        raise ValueError(
+            f"{op}: w was quantized for contracting axes {quantized.contracting} and batch axes {quantized.batch}; "
+            f"got {w_contracting} and {w_batch}. Quantize it for this product."
+        )
     # Inside of a shard_map derivatives are summed over axes that only one operand varies over: outside of _linear.
-    x_matrices, matrices, words = _sharding.vary_alike_trees(x_at.matrices(x), matrices, words)
+    x_matrices, matrices, quantized, words = _sharding.vary_alike_trees(
+        x_at.matrices(x), matrices, quantized, words
+    )
     config = _Config(
         recipe,
         x_at.contracting_last,
@@ -487,9 +513,9 @@ def _dot_general(
         out_dtype,
         len(x_at.shape) - len(x_batch) - 2,
         jax.typeof(x_matrices).sharding,
-        None if isinstance(w, QuantizedWeight) else jax.typeof(matrices).sharding,
+        None if matrices is None else jax.typeof(matrices).sharding,
     )
-    y = _linear(x_matrices, matrices, words, config)
+    y = _linear(x_matrices, matrices, quantized, words, config)
     free = [
         tuple(s for a, s in enumerate(v.shape) if a not in contracting and a not in batch)
         for v, contracting, batch in ((x, x_contracting, x_batch), (w, w_contracting, w_batch))
@@ -606,6 +632,7 @@ def matmul(
     column_scale: jax.Array | None = None,
     recipe: Recipe = NVIDIA,
     key: jax.Array | None = None,
+    quantized: QuantizedWeight | None = None,
 ) -> jax.Array:
     """The product of two matrices in NVFP4.
 
@@ -624,6 +651,7 @@ def matmul(
         that were quantized apart, with global scales of their own, and are multiplied as one (q, k and v; gate and up).
       recipe: For arrays, as for `dot_general`; quantized arrays have it behind them.
       key: For arrays, as for `dot_general`.
+      quantized: For arrays, as for `dot_general`.
 
     Returns:
       out_dtype[..., M, N].
@@ -640,6 +668,10 @@ def matmul(
     >>> nvfp4.matmul(x, w, out_dtype=jnp.bfloat16).tolist()
     [[32.0, 32.0, 32.0], [32.0, 32.0, 32.0]]
     """
+    if quantized is not None and isinstance(x, NVFP4Array | QuantizedWeight):
+        raise TypeError(
+            f"matmul: quantized must be None for an x that is quantized; got {type(quantized).__name__}."
+        )
     if isinstance(x, NVFP4Array) and isinstance(w, NVFP4Array):
         dtype = jnp.result_type(x.dtype, w.dtype) if out_dtype is None else out_dtype
         return matmul_quantized(
@@ -666,7 +698,7 @@ def matmul(
         )
     batch = tuple(range(w.ndim - 2))
     dims = (((x.ndim - 1,), (w.ndim - 2,)), (batch, batch))
-    y = _dot_general("matmul", x, w, dims, recipe, key, out_dtype)
+    y = _dot_general("matmul", x, w, dims, recipe, key, out_dtype, quantized)
     for name, term, shape in (("bias", bias, y.shape[-1:]), ("accumulate", accumulate, y.shape)):
         if term is None:
             continue
