@@ -265,7 +265,9 @@ def test_quantize_whole_tiles(ptx, recorder, target, modes):
     bulk = {text: counts for text, counts in result.sectors.items() if counts[2] >= 8}
     assert bulk
     for text, (used, sectors, _) in bulk.items():
-        expected = interpreter.SECTOR // (2 if target in ("90", "80") and text.startswith("ld") else 1)
+        expected = interpreter.SECTOR // (
+            2 if target in ("90", "80") and text.startswith("ld") else 1
+        )
         assert used == expected * sectors, text
     outputs = sum(mode != 0 for mode in modes)
     moved = 128 * 384 * 2 + outputs * 128 * 384 * 9 // 16
