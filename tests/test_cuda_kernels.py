@@ -105,6 +105,18 @@ def test_thread_sanitizer_is_silent(kernels_test):
     assert int(done.stdout) >= 30
 
 
+@pytest.mark.parametrize(
+    ("rows", "k"),
+    [(798_916, 2688), (1_597_832, 2688), (1_600_000, 2816)],
+    ids=["2^31 elements", "2^32", "2^32, whole tiles"],
+)
+def test_offsets_of_more_than_32_bits(tmp_path_factory, rows, k):
+    folder = native.shared_folder(tmp_path_factory, "cuda_offsets")
+    program = build(folder, "plain", KERNELS, [native.CPP / "cuda_offsets_test.cc", *BACKEND])
+    done = run([program, rows, k])
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
+
+
 # ---- What the checks see: of each bug, what a build says. Other builds may say it too.
 
 BUGS = {

@@ -451,6 +451,7 @@ Counts counts;
 int64_t calls = 0, failing_call = -1;
 cudaError_t failing_error = cudaSuccess, last_error = cudaSuccess;
 std::unordered_map<const void*, int> max_dynamic_shared;
+uint64_t last_blocks = 0;  // RunLastBlocks
 uint8_t* dynamic_shared = nullptr;
 
 cudaError_t Report(cudaError_t error) {
@@ -772,6 +773,8 @@ void BeforeAtomic(void* address, size_t size) {
   TheAccesses().Synchronize(reinterpret_cast<uintptr_t>(address));
 }
 
+void RunLastBlocks(uint64_t count) { last_blocks = count; }
+
 cudaError_t SetMaxDynamicShared(const void* kernel, int bytes) {
   if (const cudaError_t error = Called(); error != cudaSuccess) return error;
   if (bytes < 0 || static_cast<size_t>(bytes) > kMaxDynamicShared)
@@ -805,7 +808,10 @@ cudaError_t Run(const cudaLaunchConfig_t& config, const void* kernel, void (*thr
   const int fill = scheduler.schedule == Schedule::kInOrder   ? 0xFF
                    : scheduler.schedule == Schedule::kReverse ? 0x7F
                                                               : 0x3C;
-  for (unsigned b : scheduler.Order(grid.x * grid.y * grid.z)) {
+  const unsigned blocks = grid.x * grid.y * grid.z;
+  const unsigned first = last_blocks == 0 || last_blocks > blocks ? 0 : blocks - last_blocks;
+  for (unsigned i : scheduler.Order(blocks - first)) {
+    const unsigned b = first + i;
     blockIdx = {b % grid.x, b / grid.x % grid.y, b / (grid.x * grid.y)};
     const Guarded shared(config.dynamicSmemBytes, 1024, "dynamic shared memory");
     dynamic_shared = shared.data();

@@ -165,6 +165,10 @@ void SetSchedule(Schedule schedule, uint32_t seed = 0);
 
 void SetContext(std::string context);
 
+// Of the launches from now on only so many blocks run, the last ones of the grid; 0: all. For
+// tensors that are too large to be worked on whole.
+void RunLastBlocks(uint64_t count);
+
 // What has been enqueued so far, in any stream.
 struct Counts {
   int64_t kernels = 0, memsets = 0, copies = 0;
