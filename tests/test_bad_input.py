@@ -302,6 +302,29 @@ def test_subnormals_are_numbers(value, jit):
     assert np.asarray(y).any() == (value > 1e-39)
 
 
+@pytest.mark.parametrize("shape", [(0, 128, 64), (3, 0, 64), (3, 128, 0), (0, 128, 0)], ids=str)
+def test_empty_axes_of_tokens(shape):
+    """Batch and sequence, which are rows of one matrix."""
+    x, w = jnp.ones(shape), jnp.ones((shape[-1], 16))
+    y, pull = jax.vjp(lambda x, w: nvfp4.matmul(x, w, recipe=nvfp4.recipes.RNE), x, w)
+    dx, dw = pull(jnp.ones_like(y))
+    assert (y.shape, dx.shape, dw.shape) == ((*shape[:-1], 16), x.shape, w.shape)
+    assert not np.asarray(y).any() and not np.asarray(dw).any()
+
+
+def test_what_is_no_vector_of_columns():
+    q = nvfp4.quantize(jnp.ones((4, 32)))
+    for name in ("bias", "column_scale"):
+        with pytest.raises(TypeError, match=rf"matmul: {name} must be .* of shape \(4,\).*got 'x'"):
+            nvfp4.matmul(q, q, **{name: "x"})
+
+
+def test_amax_axes_outside_of_a_shard_map():
+    recipe = nvfp4.Recipe(amax_axes=("d",))
+    with pytest.raises(ValueError, match=r"amax_axes must name manual axes of a jax\.shard_map"):
+        nvfp4.matmul(jnp.ones((4, 32)), jnp.ones((32, 8)), recipe=recipe)
+
+
 def test_a_quantized_weight_that_is_not_of_w():
     x, w = jnp.ones((4, 32)), jnp.ones((32, 16))
     qw = nvfp4.quantize_weight(w)

@@ -98,12 +98,7 @@ def matmul_quantized(
         ]
     operands += alphas
     if bias is not None:
-        bias = jnp.asarray(bias)
-        if bias.shape != (n,) or not any(bias.dtype == t for t in _FLOATS):
-            raise ValueError(
-                f"matmul: bias must be float32, bfloat16 or float16 of shape ({n},), one for each row of b; "
-                f"got {bias.dtype}{list(bias.shape)}."
-            )
+        bias = _one_for_each_column("bias", bias, n)
         operands.append(bias)
     if accumulate is not None:
         accumulate = jnp.asarray(accumulate)
@@ -114,12 +109,7 @@ def matmul_quantized(
             )
         operands.append(accumulate)
     if column_scale is not None:
-        column_scale = jnp.asarray(column_scale)
-        if column_scale.shape != (n,) or not any(column_scale.dtype == t for t in _FLOATS):
-            raise ValueError(
-                f"matmul: column_scale must be float32, bfloat16 or float16 of shape ({n},), one for each row of b; "
-                f"got {column_scale.dtype}{list(column_scale.shape)}."
-            )
+        column_scale = _one_for_each_column("column_scale", column_scale, n)
         (y,) = _primitive.bind(
             matmul_p,
             *operands[: 4 + len(alphas)],
@@ -146,6 +136,17 @@ def matmul_quantized(
         merged=merged,
     )
     return y
+
+
+def _one_for_each_column(name: str, value: Any, n: int) -> jax.Array:
+    expected = f"matmul: {name} must be float32, bfloat16 or float16 of shape ({n},), one for each row of b; "
+    try:
+        array = jnp.asarray(value)
+    except TypeError:
+        raise TypeError(f"{expected}got {value!r}.") from None
+    if array.shape != (n,) or not any(array.dtype == t for t in _FLOATS):
+        raise ValueError(f"{expected}got {array.dtype}{list(array.shape)}.")
+    return array
 
 
 def _with_axes(x: jax.Array, ndim: int) -> jax.Array:
@@ -277,7 +278,11 @@ def _local(
 ) -> Sequence[jax.Array]:
     if merged:
         codes_and_scales = [
-            x.reshape(*x.shape[: x.ndim - t - merged], -1, *x.shape[x.ndim - t + 1 :])
+            x.reshape(
+                *x.shape[: x.ndim - t - merged],
+                math.prod(x.shape[x.ndim - t - merged : x.ndim - t + 1]),
+                *x.shape[x.ndim - t + 1 :],
+            )
             for x, t in zip(operands[:4], (1, 2, 1, 2), strict=True)
         ]
         operands = [*codes_and_scales, *operands[4:]]
@@ -312,10 +317,10 @@ def _with_more_rows(
     )
     if not repeated or m % layout.TILE_ROWS or math.prod(batch) <= 1:
         return list(call(*operands, **params))
-    one = (1,) * len(batch)
-    a_codes = a_codes.reshape(*one, -1, a_codes.shape[-1])
-    a_scales = a_scales.reshape(*one, -1, *a_scales.shape[-2:])
-    accumulated = [x.reshape(*one, -1, x.shape[-1]) for x in rest[len(others) :]]
+    one, count = (1,) * len(batch), math.prod(batch)
+    a_codes = a_codes.reshape(*one, count * m, a_codes.shape[-1])
+    a_scales = a_scales.reshape(*one, count * a_scales.shape[-3], *a_scales.shape[-2:])
+    accumulated = [x.reshape(*one, count * m, x.shape[-1]) for x in rest[len(others) :]]
     (y,) = call(a_codes, a_scales, *others, *accumulated, **params)
     return [y.reshape(*batch, m, y.shape[-1])]
 

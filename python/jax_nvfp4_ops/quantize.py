@@ -219,7 +219,12 @@ def quantize_along(
             amax_p, jax.lax.stop_gradient(x), example_ndim=0, outputs=values, signs=HADAMARD_SIGNS
         )
         if amax_axes:
-            amax = greatest(amax, amax_axes)
+            try:
+                amax = greatest(amax, amax_axes)
+            except NameError as error:
+                raise ValueError(
+                    f"Recipe: amax_axes must name manual axes of a jax.shard_map around the call; got {amax_axes}: {error}"
+                ) from None
         which = {axis: values.index(o) for axis, o in source.items()}
     which = which or {}
     operands = [amax]
@@ -314,7 +319,8 @@ def _call(
     segment = x.shape[-2]
     if merged:
         front = x.shape[: x.ndim - 2 - merged]
-        x = x.reshape(*front, -1, x.shape[-1])
+        rows_of_all = math.prod(x.shape[len(front) : -1])
+        x = x.reshape(*front, rows_of_all, x.shape[-1])
     results = [
         jax.ShapeDtypeStruct(s, d) for s, d in _shapes(x.shape, example_ndim, rows, columns, 0)
     ]
@@ -409,7 +415,11 @@ def _local(
         tiles = results[3 * i + 1]
         axes = tiles.shape[tiles.ndim - 2 - between : -2]  # those merged with the tiles' columns
         linear = layout.scales_to_linear(
-            tiles.reshape(*tiles.shape[: tiles.ndim - 2 - between], -1, tiles.shape[-1]),
+            tiles.reshape(
+                *tiles.shape[: tiles.ndim - 2 - between],
+                math.prod(axes) * tiles.shape[-2],
+                tiles.shape[-1],
+            ),
             rows,
             columns * math.prod(axes),
         )
@@ -417,7 +427,10 @@ def _local(
             if over := shards.axes((name,)):
                 linear = jax.lax.all_gather(linear, over, axis=axis, tiled=True)
         whole = layout.scales_from_linear(linear)
-        results[3 * i + 1] = whole.reshape(*whole.shape[:-2], *axes, -1, whole.shape[-1])
+        columns_of_each = layout.scales_shape(rows, columns * shards.count(names[1]))[1]
+        results[3 * i + 1] = whole.reshape(
+            *whole.shape[:-2], *axes, columns_of_each, whole.shape[-1]
+        )
     return results
 
 
