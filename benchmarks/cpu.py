@@ -18,6 +18,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import jax_nvfp4_ops as nvfp4
+from jax_nvfp4_ops.bench import rivals
 
 # M, N, K, and the least ratio that we accept.
 MATMULS = {
@@ -28,33 +29,25 @@ MATMULS = {
     "1 x 4096 x 4096": (1, 4096, 4096, 4.0),
 }
 
+# Those of the command `bench`, but for a few that are much like others.
 QUANTIZES = {
-    "rows": {"axis": -1},
-    "rows, float32": {"axis": -1, "dtype": jnp.float32},
-    "rows + columns": {"axis": (-1, -2)},
-    "rows + columns, 16x16": {"axis": (-1, -2), "block": "16x16"},
-    "rows, SR": {"axis": -1, "rounding": "sr"},
-    "rows, Hadamard": {"axis": -1, "hadamard": True},
-    "rows + columns Hadamard": {"axis": (-1, -2), "hadamard": (False, True)},
-    "rows SR + columns SR Hadamard": {
-        "axis": (-1, -2),
-        "rounding": "sr",
-        "hadamard": (False, True),
-    },
+    name: options
+    for name, options in rivals.QUANTIZES.items()
+    if name not in ("columns", "rows, float16", "rows, amax included")
 }
 
 
-def measure(rivals: dict[str, Callable[[], jax.Array]], repeats: int) -> dict[str, float]:
+def measure(turns: dict[str, Callable[[], jax.Array]], repeats: int) -> dict[str, float]:
     """Median seconds a call of each, in turns; short calls are repeated to some 30 ms."""
-    times: dict[str, list[float]] = {name: [] for name in rivals}
+    times: dict[str, list[float]] = {name: [] for name in turns}
     calls = {}
-    for name, f in rivals.items():
+    for name, f in turns.items():
         jax.block_until_ready(f())
         start = time.perf_counter()
         jax.block_until_ready(f())
         calls[name] = max(1, round(0.03 / (time.perf_counter() - start)))
     for _ in range(repeats):
-        for name, f in rivals.items():
+        for name, f in turns.items():
             time.sleep(0.01)
             jax.block_until_ready(f())
             start = time.perf_counter()
@@ -63,49 +56,6 @@ def measure(rivals: dict[str, Callable[[], jax.Array]], repeats: int) -> dict[st
             jax.block_until_ready(y)
             times[name].append((time.perf_counter() - start) / calls[name])
     return {name: statistics.median(t) for name, t in times.items()}
-
-
-def jnp_quantize(x, *, axis, block="1x16", rounding="rne", hadamard=False, key=None, amax):
-    """What a user of jnp would write for the same codes and scales (random bits of jax.random)."""
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    hadamards = hadamard if isinstance(hadamard, tuple) else (hadamard,) * len(axes)
-    h = jnp.ones((1, 1))
-    while h.shape[0] < 16:
-        h = jnp.block([[h, h], [h, -h]])
-    results = []
-    for a, had in zip(axes, hadamards, strict=True):
-        m = x.astype(jnp.float32)
-        m = m.T if a == -2 else m
-        m = m.reshape(m.shape[0], -1, 16)
-        if had:
-            m = (m @ (h / 4)).astype(jnp.bfloat16).astype(jnp.float32)
-        encode = 2688 / amax
-        block_amax = jnp.max(jnp.abs(m), -1, keepdims=True)
-        if block == "16x16":
-            tiles = block_amax.reshape(-1, 16, block_amax.shape[1], 1)
-            block_amax = jnp.broadcast_to(tiles.max(1, keepdims=True), tiles.shape).reshape(
-                block_amax.shape
-            )
-        scale = jnp.minimum(block_amax * (encode / 6), 448).astype(jnp.float8_e4m3fn)
-        y = m * (encode / jnp.maximum(scale.astype(jnp.float32), 2**-9))
-        magnitude = jnp.minimum(jnp.abs(y), 6)
-        if rounding == "sr":
-            step = jnp.where(magnitude >= 4, 2.0, jnp.where(magnitude >= 2, 1.0, 0.5))
-            base = jnp.where(magnitude >= 4, 4.0, jnp.where(magnitude >= 2, 2.0, 0.0))
-            noise = jax.random.bits(key, m.shape, jnp.uint8).astype(jnp.float32) / 256
-            code = (jnp.floor(magnitude / step + noise) + base).astype(jnp.uint8)
-        else:
-            code = sum(
-                (magnitude > t).astype(jnp.uint8) for t in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-            )
-        code = code | (jnp.signbit(y).astype(jnp.uint8) << 3)
-        packed = code[..., 0::2] | code[..., 1::2] << 4
-        results += [
-            packed.reshape(m.shape[0], -1),
-            jax.lax.bitcast_convert_type(scale[..., 0], jnp.uint8),
-            encode,
-        ]
-    return tuple(results)
 
 
 def bench_matmul(repeats: int) -> list[dict]:
@@ -140,7 +90,7 @@ def bench_quantize(repeats: int) -> list[dict]:
             options["key"] = key
         amax = jnp.float32(6)
         ours = jax.jit(lambda x, a, o=options: nvfp4.quantize(x, amax=a, **o))
-        theirs = jax.jit(lambda x, a, o=options: jnp_quantize(x, amax=a, **o))
+        theirs = jax.jit(lambda x, a, o=options: rivals.jnp_quantize(x, amax=a, **o))
         seconds = measure(
             {"ours": partial(ours, x, amax), "rival": partial(theirs, x, amax)},
             max(3, repeats // 2),
