@@ -39,7 +39,7 @@ def real_cublaslt() -> str:
             return path
     if os.environ.get("NVFP4_REQUIRE_CUBLASLT") == "1":
         pytest.fail("nvidia-cublas is not installed, and NVFP4_REQUIRE_CUBLASLT=1")
-    pytest.skip("nvidia-cublas is not installed")
+    pytest.skip("nvidia-cublas is not installed: pip install 'jax-nvfp4-ops[test-cuda]'")
 
 
 @pytest.fixture(scope="session")

@@ -141,7 +141,7 @@ def load_for_tests() -> None:
     import pytest
 
     if jax.__version_info__ < (0, 10, 2):
-        pytest.skip("XLA says what it launches since jax 0.10.2")
+        pytest.skip("needs jax 0.10.2 or newer: before, XLA does not say what it launches")
     try:
         load()
     except UnavailableError as reason:
